@@ -73,6 +73,14 @@ class ContestFileError(AutoparError):
     """A strategy graph file that is not valid, or a choice of options that is not one of its graph."""
 
 
+class PinError(AutoparError):
+    """A pin that matches nothing, says what is none of its words, or contradicts another; names what is near."""
+
+
+class ImpossiblePinError(InfeasibleError):
+    """A pin that no plan of this model on this mesh can honour; says what there is to choose from."""
+
+
 class PlanMismatchError(AutoparError):
     """A plan made for another model, mesh or library version."""
 

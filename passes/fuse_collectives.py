@@ -19,7 +19,8 @@ from torch import fx
 from autopar.ops import collectives
 from autopar.ops.buckets import all_gather_bucket, all_reduce_gradient_bucket
 from autopar.values.graph import ParameterSpec, operands
-from autopar.values.stage_plan import ONCE_A_STEP, StagePlan
+from autopar.values.lifetimes import ONCE_A_STEP
+from autopar.values.stage_plan import StagePlan
 
 Group = tuple[fx.Node, ...]
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.ops import collectives
 from autopar.values.graph import operands
-from autopar.values.stage_plan import ONCE_A_STEP
+from autopar.values.lifetimes import ONCE_A_STEP
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

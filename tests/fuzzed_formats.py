@@ -9,7 +9,7 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from autopar.api.model_plan import ModelPlan, load_plan, model_plan
 from autopar.capture import capture
-from autopar.errors import PlanMismatchError
+from autopar.errors import PlanFileError, PlanMismatchError
 from autopar.models import spec
 from autopar.models.hf import load_config
 from autopar.passes.promote_casts import promote_casts
@@ -39,8 +39,11 @@ from autopar.values.calls import Call
 from autopar.values.cluster import cluster_toml, load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
+from autopar.values.pins_file import load_pins
 from autopar.values.plan import Plan, one_stage
+from autopar.values.schema import checked
 from autopar.values.specs_file import load_specs
+from autopar.values.train_config import TrainConfig
 from tests.fuzzed_checkpoints import index, manifest, sealed_manifest
 from tests.plans_in_threads import Reference, errors_of, one_process
 from tests.stages_in_threads import staged_error_of
@@ -173,6 +176,29 @@ def cluster() -> Format:
     return body, toml_of, answer
 
 
+def pins() -> Format:
+    """A file of pins of all kinds; what was read is what is read of a plan that records it."""
+    body = {
+        "pins": {
+            "*.attn.*": {"model": "heads", "recompute": False},
+            "model.layers.0-3": {"data": ["batch", "whole"]},
+            "*embed*": "replicate",
+            "input:x": {"data": "shard(0)"},
+            "*.weight": "step",
+        },
+        "forbid": ["sequence parallel"],
+        "demand": ["data parallel"],
+    }
+
+    def answer(path: Path) -> str:
+        found = load_pins(path)
+        config = TrainConfig(pins=found)
+        assert checked(TrainConfig, asdict(config), "pins", PlanFileError, "") == config
+        return "right"
+
+    return body, toml_of, answer
+
+
 def specs() -> Format:
     """An exported folder's specs.json."""
     captured, _, call = subject()
@@ -233,6 +259,7 @@ FORMATS: dict[str, Callable[[], Format]] = {
     "plan": plan,
     "staged": staged,
     "cluster": cluster,
+    "pins": pins,
     "specs": specs,
     "config": config,
     "manifest": manifest,

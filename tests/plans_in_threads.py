@@ -30,8 +30,9 @@ from autopar.passes.weave_copies import weave_copies, weave_graph
 from autopar.runtime.accumulate import Accumulator
 from autopar.runtime.reductions import Late
 from autopar.values.graph import CapturedModel
+from autopar.values.lifetimes import ONCE_A_STEP
 from autopar.values.placement import local_ranges
-from autopar.values.stage_plan import ONCE_A_STEP, StagePlan
+from autopar.values.stage_plan import StagePlan
 from tests.ranks_in_threads import Done, run_in_threads
 
 

@@ -11,7 +11,7 @@ from tests.fuzz_files import LIMIT, fuzz
 from tests.fuzzed_formats import FORMATS
 
 MUTANTS = {"plan": 100, "staged": 80, "cluster": 400, "specs": 200, "config": 100, "manifest": 200}
-MUTANTS |= {"sealed": 200, "index": 200}
+MUTANTS |= {"sealed": 200, "index": 200, "pins": 300}
 """Few of many: `python -m tests.fuzz_files all` draws thousands."""
 
 CASES = Path(__file__).parents[2] / "shared/cases"
@@ -37,8 +37,8 @@ def test_the_file_itself_is_right(name: str, tmp_path: Path) -> None:
         ("", "no JSON"),
         ("[" * 100_000, "nested too deep"),
         ('{"schema": NaN}', "NaN is no number"),
-        ('{"schema": 4, "schema": 4}', "'schema' stands twice"),
-        ('{"schema": 4}', "torch: missing"),
+        ('{"schema": 5, "schema": 5}', "'schema' stands twice"),
+        ('{"schema": 5}', "torch: missing"),
         ('{"schema": "\\u001b[2J"}', "control character"),
         ('{"schema": ' + "9" * 5000 + "}", "no JSON"),
     ],

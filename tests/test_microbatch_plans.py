@@ -22,9 +22,9 @@ from autopar.search.known.random_plan import random_plan
 from autopar.search.planner import make_plan
 from autopar.search.search_options import SearchOptions
 from autopar.values.graph import CapturedModel
+from autopar.values.lifetimes import ONCE_A_STEP
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import Shard, local_shape
-from autopar.values.stage_plan import ONCE_A_STEP
 from autopar.values.train_config import TrainConfig
 from tests.search_cases import machine
 from tests.test_search_evaluate import _sent_seconds

@@ -32,8 +32,9 @@ from autopar.search.staged.stages import balanced, block_starts, choose_cuts, pr
 from autopar.search.timeline.staged_buckets import in_buckets
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
+from autopar.values.lifetimes import ONCE_A_STEP
 from autopar.values.mesh import make_mesh
-from autopar.values.stage_plan import ONCE_A_STEP, StagePlan
+from autopar.values.stage_plan import StagePlan
 from autopar.values.train_config import TrainConfig
 from tests.search_cases import machine
 from tests.zoo import zoo

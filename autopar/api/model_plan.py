@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from autopar.errors import ArgumentError, PlanMismatchError
+from autopar.errors import ArgumentError, PinError, PlanMismatchError
 from autopar.values.calls import Call, call_of
 from autopar.values.cluster import Cluster, load_preset
 from autopar.values.domains import NOT_NEGATIVE, SECONDS, checked_number
@@ -118,7 +118,27 @@ class ModelPlan(Plan):
         for part, stage in zip(self.parts, self.stages, strict=True):
             stage.check(part)
             check_legal(make_program(part), stage)
+        try:
+            broken = self.broken_pins()
+        except PinError as error:
+            raise PlanMismatchError(
+                f"the plan records pins that are none of this model: {error}; plan again"
+            ) from error
+        if broken:
+            raise PlanMismatchError(f"the plan does not honour the pins that it records: {broken[0]}; plan again")
         return self
+
+    def broken_pins(self) -> list[str]:
+        """What the plan decides otherwise than its pins say, in words.
+
+        Raises:
+            PlanMismatchError: if the plan was loaded and is not bound to a model.
+        """
+        from autopar.lower.pinned import find_pinned, violations
+        from autopar.lower.program import make_program
+
+        pins = self.config.pins
+        return list(violations(find_pinned(make_program(self.graph), pins), self.stages)) if pins else []
 
     def export(self, folder: str | Path) -> None:
         """Write plan.json, the code of each stage, specs.json, state.pt (if needed) and train.py into `folder`.

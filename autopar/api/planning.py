@@ -13,13 +13,15 @@ from autopar.api.arguments import checked_numbers
 from autopar.api.captures import Captures, values_of
 from autopar.api.checked import Compared, check_call
 from autopar.api.model_plan import ModelPlan, model_plan
-from autopar.errors import ArgumentError, BatchError, InfeasibleError, SearchTimeoutError
+from autopar.api.pinning import asked_pipelines, pins_given
+from autopar.errors import ArgumentError, BatchError, InfeasibleError, PassError, SearchTimeoutError
 from autopar.models.overrides import near
 from autopar.values.calls import call_of
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.estimate import ONE_DEVICE
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh
+from autopar.values.pins import Pins
 from autopar.values.plan import Plan, one_stage
 from autopar.values.precision import PRECISIONS, precision_of
 from autopar.values.stage_plan import StagePlan
@@ -53,6 +55,7 @@ def plan(
     loss_fn: Callable[..., Any] | None = None,
     memory_gb: float | None = None,
     baseline: str | None = None,
+    pins: Pins | Mapping[str, Any] | str | Path | None = None,
     solver: str = "auto",
     relative_gap: float = RELATIVE_GAP,
     seconds: float | None = None,
@@ -87,6 +90,8 @@ def plan(
         memory_gb: limit a device in 1e9 bytes; by default what the device has.
         baseline: ddp, fsdp, megatron or ulysses: that plan instead of the best one; with keys a configuration, as in
             `megatron:tp=8,pp=4,vpp=2,mbs=1,recompute=selective,zero=1,sp=on`.
+        pins: what the plan must respect: patterns of names to placements or words, as in
+            `{"*.attn.*": {"model": "heads"}, "*embed*": "replicate"}`, or a TOML or JSON file of them.
         solver: ilp (proves how good the plan is), double-recursive (at once, proves little), or auto: ilp on up to
             three mesh axes.
         relative_gap: stop searching when the plan is proved to be within this of the best.
@@ -105,9 +110,11 @@ def plan(
 
     Raises:
         ArgumentError, ClusterError, MeshError, BatchError: for arguments outside their domain.
+        PinError: if a pin matches nothing, or says what nothing that it matches offers.
         CaptureError, NoLossError: if the model cannot be captured.
         FidelityError: if the captured graph does not compute what the module does.
-        InfeasibleError: if no plan meets the memory limit, or the baseline does not apply.
+        InfeasibleError: if no plan meets the memory limit, or the baseline does not apply; an ImpossiblePinError if
+            none on the mesh honours the pins.
         SearchTimeoutError: if no plan was found in `seconds`.
     """
     tell, began = progress or (lambda _: None), time.process_time()
@@ -125,6 +132,8 @@ def plan(
     from autopar.search.search_options import SearchOptions, TimeGiven
 
     searched = mesh == "auto"
+    decided = pins_given(pins)
+    pipelines, least = asked_pipelines(decided, pipeline, searched)
     num_pipeline, own_mesh = asked_mesh(machine, mesh, pipeline, schedule, baseline, solver)
     call = own_call = call_of(example_inputs, args, kwargs)
     call = call.with_batch(global_batch) if global_batch is not None else call
@@ -141,6 +150,7 @@ def plan(
         precision=precision or precision_of(model),
         memory_nbytes=None if memory_gb is None else memory_gb * 1e9,
         reduce_dtype=reduce_dtype,
+        pins=decided,
     )
     compared = Compared("not compared with the module, as was asked")
     if check:
@@ -209,7 +219,8 @@ def plan(
             call.microbatch(microbatches)  # says which numbers divide the batch
         space = CandidateSpace(
             microbatches=None if microbatches == "auto" else microbatches,
-            pipelines=None if pipeline is None or pipeline == "auto" else (pipeline,),
+            pipelines=pipelines,
+            least_pipeline=least,
             mesh=None if searched else own_mesh,
             schedule=schedule,
         )
@@ -281,7 +292,10 @@ def plan(
         found = found.with_estimate(replace(found.estimate, baselines=others))
     values = values_of(captured, model)
     about = dict(captured=captured, call=call, machine=machine, loss_fn=loss_fn, values=values, checked=compared.words)
-    return model_plan(found, **about)
+    made = model_plan(found, **about)
+    if broken := made.broken_pins():
+        raise PassError(f"the plan found does not honour its pins: {'; '.join(broken[:3])}")
+    return made
 
 
 def distribute(

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from autopar.cli.ending import console_of, one_answer
-from autopar.cli.options import check_options, check_processes, overrides
-from autopar.cli.parameters import FILE, LAYOUT, MACHINE, PLANS, WHAT, Batch, Json, Model, Seq, Set, option
+from autopar.cli.options import check_options, check_processes, overrides, pins_from
+from autopar.cli.parameters import FILE, LAYOUT, MACHINE, PLANS, WHAT, Batch, Json, Model, Pin, PinsOf, Seq, Set, option
 from autopar.cli.progress import ProgressLine
 
 
@@ -25,6 +25,8 @@ def verify(
         str | None, option(PLANS, help="random plans in stages, --mesh that of each: 1f1b:4, interleaved-1f1b:2:6")
     ] = None,
     seed: Annotated[int, option(PLANS, help="of random plans")] = 0,
+    pin: Pin = None,
+    pins: PinsOf = None,
     global_batch: Batch = None,
     microbatches: Annotated[
         int | None, option(LAYOUT, help="parts of the global batch whose gradients add up; by default the plan's, or 1")
@@ -53,6 +55,7 @@ def verify(
         num_random=random,
         pipeline=pipeline,
         seed=seed,
+        pins=pins_from(pin, pins),
         batch=global_batch,
         microbatches=microbatches,
         weave=weave,

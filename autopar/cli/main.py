@@ -15,7 +15,7 @@ from autopar.cli.check import verify
 from autopar.cli.ending import DEBUG, console_of, ended, one_answer
 from autopar.cli.explain import Given, reloaded
 from autopar.cli.look import diff, explain
-from autopar.cli.options import check_options, number_or_auto, overrides
+from autopar.cli.options import check_options, number_or_auto, overrides, pins_from
 from autopar.cli.parameters import (
     OUTPUT,
     SEARCH,
@@ -31,6 +31,8 @@ from autopar.cli.parameters import (
     ModelOf,
     NoCheck,
     Optimizer,
+    Pin,
+    PinsOf,
     Pipeline,
     Precision,
     ReduceDtype,
@@ -86,6 +88,8 @@ def plan(
     optimizer: Optimizer = "adamw",
     memory_gb: Memory = None,
     baseline: Baseline = None,
+    pin: Pin = None,
+    pins: PinsOf = None,
     solver: Solver = "auto",
     gap: Annotated[float, option(SEARCH, help="stop when proved to be within this of the best")] = 0.01,
     seconds: Annotated[float | None, option(SEARCH, help="stop solving after these, with the best plan so far")] = None,
@@ -132,6 +136,7 @@ def plan(
             reduce_dtype=reduce_dtype,
             memory_gb=memory_gb,
             baseline=baseline,
+            pins=pins_from(pin, pins),
             solver=solver,
             relative_gap=gap,
             seconds=seconds,
@@ -173,6 +178,8 @@ def export(
     optimizer: Optimizer = "adamw",
     memory_gb: Memory = None,
     baseline: Baseline = None,
+    pin: Pin = None,
+    pins: PinsOf = None,
     no_check: NoCheck = False,
     model_of: ModelOf = None,
     trust: Trust = False,
@@ -205,6 +212,7 @@ def export(
                 reduce_dtype=reduce_dtype,
                 memory_gb=memory_gb,
                 baseline=baseline,
+                pins=pins_from(pin, pins),
                 with_baselines=False,
                 check=not no_check,
                 progress=tell,

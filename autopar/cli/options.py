@@ -1,11 +1,14 @@
 """What do options of a command line say? Numbers of their domains, and `--set` pairs, read before any work."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from autopar.errors import ArgumentError, MeshError
 from autopar.values.domains import COUNT, GAP, MEMORY_GB, MOST_PROCESSES, POSITIVE, SECONDS, Domain, checked_number
 from autopar.values.mesh import parse_mesh
+from autopar.values.pins import Pins, joined, parse_pin
+from autopar.values.pins_file import load_pins
 
 RANDOM_PLANS = Domain(least=0, most=10**6)
 SEED = Domain(least=0, most=2**63)
@@ -65,3 +68,13 @@ def overrides(pairs: list[str] | None) -> dict[str, str]:
             raise ArgumentError(f"--set {pair}: write it as key=value")
         out[key.strip()] = value
     return out
+
+
+def pins_from(lines: list[str] | None, file: Path | None) -> Pins:
+    """The pins of `--pin` lines and of a `--pins` file together.
+
+    Raises:
+        PinError: if one is none.
+    """
+    own = [parse_pin(line) for line in lines or ()]
+    return joined([*([load_pins(file)] if file is not None else []), *own])

@@ -52,6 +52,14 @@ Schedule = Annotated[str, option(LAYOUT, help="of a pipeline: gpipe, 1f1b or int
 Baseline = Annotated[str | None, option(SEARCH, help="ddp, fsdp, megatron or ulysses, with keys as in megatron:tp=8")]
 Solver = Annotated[str, option(SEARCH, help="auto, ilp (with a proof) or double-recursive (at once)")]
 
+Pin = Annotated[
+    list[str] | None,
+    option(
+        SEARCH, metavar="PATTERN: WORDS", help="what the plan must respect: '*.attn.*: model=heads'; may be repeated"
+    ),
+]
+PinsOf = Annotated[Path | None, option(SEARCH, "--pins", help="a TOML or JSON file of pins")]
+
 ModelOf = Annotated[
     str | None, option(FILE, "--model", help="the plan's model, as for autopar plan; with --set as then")
 ]

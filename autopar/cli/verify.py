@@ -29,6 +29,7 @@ from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.inputs import bind_inputs
 from autopar.values.mesh import Mesh, parse_mesh
+from autopar.values.pins import NO_PINS, Pins
 from autopar.values.plan import Plan, one_stage
 from autopar.values.precision import PRECISIONS, computed_copy
 from autopar.values.schedules import parse_pipeline
@@ -50,6 +51,7 @@ class VerifyRequest:
     num_random: int = 0
     pipeline: str | None = None
     seed: int = 0
+    pins: Pins = NO_PINS
     batch: int | None = None
     microbatches: int | None = None
     weave: bool = False
@@ -70,6 +72,8 @@ def run(request: VerifyRequest, console: Console, tell: Callable[[str], None]) -
     check_choice("device", request.device, DEVICES)
     if request.pipeline is not None and (not request.num_random or request.plan or request.baselines):
         raise ArgumentError("--pipeline 1f1b:4 is for random plans alone: give --random N and no plan or baseline")
+    if request.pins and (request.plan is not None or request.num_random):
+        raise ArgumentError("--pin is for the best plan and for baselines: a saved plan has its own, a random one none")
     if request.weave and (request.plan is not None or request.pipeline is not None):
         raise ArgumentError("--weave is for baselines and random plans without stages: a saved plan says itself")
     saved = load_plan(request.plan) if request.plan is not None else None
@@ -221,7 +225,7 @@ def _plans(
     """The plans asked for, each with its label; the best plan found if none is."""
     from autopar.search.timeline.staged_buckets import in_buckets
 
-    config = TrainConfig(precision=request.precision)
+    config = TrainConfig(precision=request.precision, pins=request.pins)
     if saved is not None:
         yield "plan", _repointed(saved.bind(model), captured)
     for name in request.baselines:

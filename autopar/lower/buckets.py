@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 from autopar.lower.recomputation import Value
 from autopar.lower.redistributions import Redistributed, sent_by
+from autopar.values.lifetimes import ONCE_A_STEP
 from autopar.values.placement import is_even
 from autopar.values.redistribution import Message, Step
-from autopar.values.stage_plan import ONCE_A_STEP, StagePlan
+from autopar.values.stage_plan import StagePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -18,9 +18,9 @@ from autopar.lower.lowered_step import LoweredStep
 from autopar.lower.program import Op
 from autopar.lower.recomputation import Value, saved_of
 from autopar.lower.redistributions import regathered, sent_by
+from autopar.values.lifetimes import ONCE_A_STEP
 from autopar.values.placement import Layout
 from autopar.values.redistribution import Message, Step
-from autopar.values.stage_plan import ONCE_A_STEP
 
 Fact = tuple[str, str, Layout, int]
 """("value" | "gradient" | "again" | "gathered", tensor, layout, position of the op that it is gathered for)."""

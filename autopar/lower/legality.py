@@ -14,10 +14,11 @@ from autopar.passes.recompute import check_recompute
 from autopar.passes.weave_copies import check_copies
 from autopar.rules.rule import is_splittable
 from autopar.values.graph import CapturedModel
+from autopar.values.lifetimes import LIFETIMES
 from autopar.values.mesh import Mesh
 from autopar.values.placement import PARTIAL, REPLICATE, Layout, divides, is_even
 from autopar.values.redistribution import is_possible, step_between
-from autopar.values.stage_plan import LIFETIMES, StagePlan
+from autopar.values.stage_plan import StagePlan
 
 AGAIN = "plan again"
 

@@ -18,8 +18,9 @@ from autopar.lower.program import Program
 from autopar.lower.recomputation import Recomputation, Value, find_recomputation, root_of
 from autopar.lower.redistributions import Redistributed, redistribute, redistribute_parameters
 from autopar.lower.target import Target
+from autopar.values.lifetimes import ONCE_A_STEP
 from autopar.values.placement import Layout
-from autopar.values.stage_plan import ONCE_A_STEP, StagePlan
+from autopar.values.stage_plan import StagePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -33,6 +33,8 @@ def render(explanation: Explanation) -> RenderableType:
     if is_staged:
         parts += pipeline_tables(explanation)
     parts.append(offers_table(explanation.offers, own.step_seconds, own.in_turn_seconds))
+    if explanation.pins:
+        parts.append(_pins(explanation))
     if explanation.alternatives:
         parts.append(_alternatives(explanation))
     if explanation.near or explanation.not_below or explanation.schedules:
@@ -174,6 +176,25 @@ def _alternatives(explanation: Explanation) -> Table:
             signed(other.seconds - own.step_seconds, own.step_seconds),
             signed(other.bound - own.in_turn_seconds, own.in_turn_seconds),
             nbytes_text(other.nbytes),
+        )
+    return table
+
+
+def _pins(explanation: Explanation) -> Table:
+    """Costs are never below zero: a plan with a pin is one of those without."""
+    own = explanation.plan.estimate
+    title = f"what each pin costs (the best plan without it, under the same limit{IN_TURN * (own.hidden > 0)})"
+    table = columns_of(title, "pin", "why not", "without it", "costs", "at most", folded=2)
+    for other in explanation.pins:
+        if other.seconds is None:
+            table.add_row(other.without, other.why_not, *[""] * 3)
+            continue
+        table.add_row(
+            other.without,
+            other.why_not,
+            seconds_text(min(other.seconds, own.step_seconds)),
+            signed(max(own.step_seconds - other.seconds, 0.0), own.step_seconds),
+            signed(max(own.in_turn_seconds - other.bound, 0.0), own.in_turn_seconds) if other.bound else "",
         )
     return table
 

@@ -153,6 +153,8 @@ def _does_not_pay(estimate: Estimate) -> str:
 def _how_found(plan: Plan) -> list[Row]:
     estimate, search = plan.estimate, plan.estimate.search
     rows: list[Row] = []
+    if plan.config.pins:
+        rows.append(("pinned", "; ".join(plan.config.pins.texts)))
     if others := search.microbatches:
         prices = (seconds_text(v) if isinstance(v, float) else v for v in others.values())
         said = "; ".join(f"{n}: {price}" for n, price in zip(others, prices, strict=True))

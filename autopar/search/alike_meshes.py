@@ -37,8 +37,8 @@ def loose_orders(arrangement: Arrangement) -> Orders:
 def _orders(arrangement: Arrangement) -> Orders:
     """Orders in which groups along every set of axes have the same links."""
     shape, cluster = arrangement.mesh.shape, arrangement.cluster
-    if len(shape) == 1:
-        return ((0,),)
+    if len(shape) == 1 or arrangement.is_named:
+        return (tuple(range(len(shape))),)
     sets = [axes for count in range(1, len(shape) + 1) for axes in itertools.combinations(range(len(shape)), count)]
     found = []
     for order in itertools.permutations(range(len(shape))):

@@ -25,6 +25,7 @@ from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.extract import extract
 from autopar.search.graph.moments import Counting, Share
 from autopar.search.graph.options import Restriction
+from autopar.search.graph.pinned import asks_for_recompute
 from autopar.search.graph.problem import Problem
 from autopar.search.graph.strategy_graph import Ints, Solution, usage
 from autopar.search.search_options import LATER, SearchAim, SearchOptions
@@ -78,7 +79,7 @@ def find_exactly(
     options.tell("building the strategy graph")
     if asked.cutoff < math.inf:  # a plan is known, and most graphs have none better: that takes few relaxations to see
         search.check_cutoff()
-    plain = search.problem(Builder)
+    plain = search.problem(search.first)
     built = time.perf_counter()
     problem, solution = search.solved(plain)
     mixture = None
@@ -134,6 +135,11 @@ class _Search:
             )
         return self._problems[builder]
 
+    @property
+    def first(self) -> type[Builder]:
+        """Without recompute, which only adds seconds, but where pins ask for it."""
+        return RecomputeBuilder if asks_for_recompute(self.program, self.pricer) else Builder
+
     def check_cutoff(self) -> None:
         """Raises InfeasibleError or CutoffError where relaxations show that no plan fits, or is below the cutoff."""
         graph = self.problem(RecomputeBuilder).graph
@@ -154,6 +160,8 @@ class _Search:
             return plain, self._solve(plain, asked, binds=False)
         if within(plain.graph, free.choice, free.arcs):
             return plain, free
+        if self.first is RecomputeBuilder:
+            return plain, self._solve(plain, asked)
         if asked.cutoff < math.inf:
             if not asked.prices:
                 asked.prices.update(_guessed_prices(plain, free))
@@ -255,7 +263,8 @@ def make_problem(
     seconds: float | None = None,
 ) -> Problem:
     """The strategy graph; with recomputed options where the fastest plan that keeps everything does not fit."""
-    problem = build(program, pricer, limit=limit, restriction=restriction)
+    first = RecomputeBuilder if asks_for_recompute(program, pricer) else Builder
+    problem = build(program, pricer, limit=limit, restriction=restriction, builder=first)
     graph = problem.graph
     try:
         fastest = solve(replace(graph, memory=None), relative_gap=TRIAL_GAP, seconds=seconds)

@@ -173,10 +173,10 @@ def _copies_on(program: Program, pricer: Pricer, axes: tuple[int, ...], options:
         choice=lambda op, axis, name: axis in axes or name == "invariant",
         storage=lambda tensor, storage: not any(isinstance(place, Shard) for place in storage.axes),
     )
-    problem = build(program, together, limit=None, fold=options.fold, restriction=part)
     try:
+        problem = build(program, together, limit=None, fold=options.fold, restriction=part)
         solution = solve(problem.graph, relative_gap=COPIES_GAP, seconds=options.seconds)
-    except SearchTimeoutError:
+    except (InfeasibleError, SearchTimeoutError):
         return None
     plan = extract(problem, solution, pricer.cluster, pricer.config, "search")
     plan = plan.with_estimate(evaluate_program(plan, program, pricer))

@@ -18,11 +18,15 @@ from autopar.values.mesh import Mesh, make_mesh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """`pipeline` stages side by side, each on a mesh over `cluster`, a part of the whole."""
+    """`pipeline` stages side by side, each on a mesh over `cluster`, a part of the whole.
+
+    is_named: pins speak of axes by name, so that no mesh with others is like it (`alike_meshes`).
+    """
 
     pipeline: int
     cluster: Cluster
     mesh: Mesh
+    is_named: bool = False
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.mesh.shape))

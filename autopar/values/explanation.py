@@ -116,6 +116,8 @@ class Explanation:
     limit_costs: seconds that the limit costs the best plan at least and at most, None if that was not asked.
     odd_rows: products that take long for the lengths of their rows.
 
+    pins: the best plans without each pin, and without any, in the order of the pins.
+
     Of several stages:
     parts: of the step, in seconds.
     schedules: the same stages in another order, seconds and bytes.
@@ -131,6 +133,7 @@ class Explanation:
     is_in_buckets: bool = False
     limit_costs: tuple[float, float] | None = None
     alternatives: tuple[Alternative, ...] = ()
+    pins: tuple[Alternative, ...] = ()
     odd_rows: tuple[OddRows, ...] = ()
     parts: Mapping[str, float] = field(default_factory=dict)
     stages: tuple[StageFacts, ...] = ()
@@ -151,6 +154,7 @@ class Explanation:
             "ledger": asdict(self.ledger),
             "offers": [asdict(offer) for offer in self.offers],
             "alternatives": [other.to_json() for other in self.alternatives],
+            "pins": [other.to_json() for other in self.pins],
             "odd_rows": [asdict(odd) for odd in self.odd_rows],
             "stages": [asdict(stage) for stage in self.stages],
             "baselines": dict(self.baselines),

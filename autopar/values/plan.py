@@ -27,7 +27,7 @@ from autopar.values.train_config import TrainConfig
 from autopar.values.version import TORCH_RANGE
 from autopar.values.whole_file import write_whole
 
-VERSION = 4
+VERSION = 5
 """Schema of a saved plan."""
 
 

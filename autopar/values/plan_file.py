@@ -89,7 +89,7 @@ class SourceTable:
 class PlanFile:
     """A plan as it stands in a file."""
 
-    schema: Literal[4]
+    schema: Literal[5]
     torch: tuple[Word, Word]
     model: Word
     fingerprint: Word

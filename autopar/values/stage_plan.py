@@ -16,13 +16,6 @@ from autopar.values.placement import Layout
 from autopar.values.redistribution import Step, in_levels, route, step_between
 from autopar.values.train_config import TrainConfig
 
-LIFETIMES = ("always", "step", "microbatch", "use")
-"""How long a gathered copy of a parameter lives: it is never gathered (storage is what is used), it is kept for all
-micro-batches of a step (ZeRO-1, -2), from forward to backward, or it is gathered again for backward (ZeRO-3)."""
-
-ONCE_A_STEP = ("always", "step")
-"""Lifetimes whose collectives, gradients' included, are paid once a step; others are paid once a micro-batch."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
@@ -44,7 +37,7 @@ class StagePlan:
 
     choices: for every call node, the name of its rule's choice on each mesh axis (`autopar.rules.rule.Choice.name`).
     layouts: for every placeholder: storage of parameters, and what each rank holds of buffers, constants, inputs.
-    lifetimes: for every parameter, one of `LIFETIMES`.
+    lifetimes: for every parameter, one of `values.lifetimes`.
     microbatches: in how many equal parts a step runs the global batch; shapes and choices are those of one part.
     copies: how many of these run at once, woven so that one computes while another communicates: 1 or 2.
     routes: tensors that travel another way than `redistribution.route` would send them: for each a list of layouts

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from autopar.errors import ArgumentError
+from autopar.values.pins import NO_PINS, Pins
 from autopar.values.schema import of_file
 
 STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
@@ -25,6 +26,8 @@ class TrainConfig:
     """Memory limit a device; None for what the device has."""
     reduce_dtype: str | None = None
     """One of `REDUCE_SIZES`, in which gradients of parameters are summed over ranks; None for that of compute."""
+    pins: Pins = NO_PINS
+    """What a person decided: every search stays within it, as within the memory limit."""
 
     def __post_init__(self) -> None:
         if self.reduce_dtype is not None and self.reduce_dtype not in REDUCE_SIZES:

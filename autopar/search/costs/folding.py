@@ -6,10 +6,13 @@ their readers are of the same classes: a block's output that the next block read
 last block's output. So a folded cost is exactly the unfolded one: a price times how often it is paid.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from autopar.lower.pinned import kind_of_pins
 from autopar.lower.program import Program
 from autopar.lower.redistributions import SINK
+from autopar.values.pins import NO_PINS, Pins
 
 Signature = frozenset[tuple[int, int]]
 """(class of the reading op, operand) of every reader; the graph's output is class SINK."""
@@ -33,22 +36,25 @@ def pattern(path: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
-def fold_program(program: Program, *, fold: bool = True) -> Folding:
-    """Classes of ops and tensors; without `fold` each is a class of its own. One for all programs of a form."""
-    key = ("folding", fold)
+def fold_program(program: Program, *, fold: bool = True, pins: Pins = NO_PINS) -> Folding:
+    """Classes of ops and tensors; without `fold` each is a class of its own. One for all programs of a form.
+
+    pins: what is pinned otherwise is of another class.
+    """
+    key = ("folding", fold, pins.lines)
     if key not in program.form:
-        program.form[key] = _folded(program, fold)
+        program.form[key] = _folded(program, fold, kind_of_pins(program, pins))
     found: Folding = program.form[key]
     return found
 
 
-def _folded(program: Program, fold: bool) -> Folding:
+def _folded(program: Program, fold: bool, kind_of: Callable[[str], object]) -> Folding:
     ordinals: dict[str, int] = {}
     classes: dict[object, int] = {}
     class_of: list[int] = []
     for op in program.ops:
         ordinal = ordinals[op.module] = ordinals.get(op.module, -1) + 1
-        key: object = (pattern(op.module), ordinal, op.signature) if fold else op.position
+        key: object = (pattern(op.module), ordinal, op.signature, kind_of(op.name)) if fold else op.position
         class_of.append(classes.setdefault(key, len(classes)))
     instances: list[list[int]] = [[] for _ in classes]
     for position, number in enumerate(class_of):
@@ -68,7 +74,7 @@ def _folded(program: Program, fold: bool) -> Folding:
         if fold and tensor.producer is not None:
             origin = (class_of[tensor.producer], tensor.index)
         elif fold and tensor.kind == "parameter":
-            origin = (names[name], tensor.shape, tensor.dtype, tensor.requires_grad)
+            origin = (names[name], tensor.shape, tensor.dtype, tensor.requires_grad, kind_of(name))
         kind = (origin, signature)
         if kind not in kinds:
             signatures.append(signature)

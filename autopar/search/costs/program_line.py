@@ -14,6 +14,7 @@ from torch import fx
 
 from autopar.capture.rebatch import BatchLine, Between, DeferredGraph, NotLinearError
 from autopar.errors import BatchError
+from autopar.lower.factor_words import WORDS_OF
 from autopar.lower.program import Op, OpMaker, Program, Tensor, make_program
 from autopar.ops.cross_entropy import count_labels
 from autopar.passes.accumulate_gradients import Parts, count_call, parts_of
@@ -94,7 +95,7 @@ class ProgramLine:
             captured=DeferredGraph.like(self.line.large, lambda: self.graph(count), **specs),
             ops=ops,
             tensors=tensors,
-            form=self._forms.setdefault(tuple((like.signature, like.rule.alias) for like in likes), {}),
+            form=self._forms.setdefault(tuple((like.signature, like.rule.alias) for like in likes), {WORDS_OF: whole}),
         )
         made = Accumulation(microbatches=count, weight=1.0 / count if self._parts.weight < 1.0 else 1.0)
         if counting is not None:

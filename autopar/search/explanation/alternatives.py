@@ -12,8 +12,9 @@ import numpy as np
 from torch import fx
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.lower.factor_words import factor_words
 from autopar.lower.program import Op, Program, Tensor
-from autopar.rules.words import WHOLE, Tags, dim_tags, factor_tags
+from autopar.rules.words import WHOLE, Tags, dim_tags
 from autopar.rules.words import describe as words
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.ledger import describe
@@ -52,17 +53,17 @@ class Space:
         gathered = {v for v in plan.lifetimes.values() if v != "always"}
         if gathered:
             without = "parameters stored as they are used, none gathered"
-            yield self._restricted(without, Restriction(storage=self._as_used()))
+            yield self.restricted(without, Restriction(storage=self._as_used()))
         if "use" in gathered:
             without = "none gathered again for backward"
-            yield self._restricted(without, Restriction(lifetimes=("step", "keep")))
+            yield self.restricted(without, Restriction(lifetimes=("step", "keep")))
         elif gathered:
-            yield self._restricted("all gathered again for backward (ZeRO-3)", Restriction(lifetimes=("use",)))
+            yield self.restricted("all gathered again for backward (ZeRO-3)", Restriction(lifetimes=("use",)))
         if plan.recompute or plan.remade:
-            yield self._restricted("nothing run again in backward", Restriction(), Builder)
+            yield self.restricted("nothing run again in backward", Restriction(), Builder)
         else:
             again = Restriction(recompute=lambda op: True)
-            yield self._restricted("blocks run again from their input", again, RecomputeBuilder)
+            yield self.restricted("blocks run again from their input", again, RecomputeBuilder)
         meaning = self._meanings()
         trained = [op for op in self.program.ops if any(op.result_grads)]
         used = {meaning(op, name) for op in trained for name in plan.choices[op.name]} - {"", "whole", "summands"}
@@ -71,11 +72,10 @@ class Space:
             def allowed(op: Op, axis: int, name: str, said: str = said) -> bool:
                 return meaning(op, name) != said
 
-            yield self._restricted(f"nothing split by {said}", Restriction(choice=allowed))
+            yield self.restricted(f"nothing split by {said}", Restriction(choice=allowed))
 
     def _meanings(self) -> Callable[[Op, str], str]:
-        tags, nodes = dim_tags(self.program.captured), self.program.captured.nodes
-        named = {op.name: factor_tags(nodes[op.name], op.rule, tags) for op in self.program.ops}
+        named = factor_words(self.program)
 
         def meaning(op: Op, name: str) -> str:
             return "whole" if name in ("replicate", "invariant") else named[op.name].get(name, "summands")
@@ -99,7 +99,9 @@ class Space:
 
         return allowed
 
-    def _restricted(self, without: str, restriction: Restriction, builder: type[Builder] | None = None) -> Question:
+    def restricted(self, without: str, restriction: Restriction, builder: type[Builder] | None = None) -> Question:
+        """The best plan in a part of the space, which is called by what is `without`."""
+
         def answer(seconds: float) -> Alternative:
             def problem() -> Problem:
                 if builder is not None:

@@ -21,6 +21,7 @@ from autopar.search.costs.ledger import ledger
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.explanation.alternatives import Space
 from autopar.search.explanation.odd_rows import odd_rows
+from autopar.search.explanation.pin_costs import pin_questions
 from autopar.search.explanation.questions import UNLIMITED, TimedQuestions, changes
 from autopar.search.in_buckets import LEAST as BESIDE
 from autopar.search.in_buckets import best_in_buckets
@@ -83,9 +84,13 @@ class _Asker:
                 free = offers[0] if machine is cluster and offers and offers[0].change == UNLIMITED else None
                 offers.append(self._offer(change, machine, room, free))
         alternatives: list[Alternative] = []
+        pins: list[Alternative] = []
         if plan.mesh.size > 1 and plan.mesh.num_axes <= SEARCHED_AXES:
             prices = self.pricer.shared if self.is_in_buckets else self.pricer
             space = Space(plan=plan, program=self.program, pricer=prices, limit=limit, relative_gap=self.relative_gap)
+            for label, answer in pin_questions(space):
+                if self.questions.asks(f"without {label}"):
+                    pins.append(answer(self.questions.left()))
             both = itertools.zip_longest(space.techniques(), space.decisions(DECISIONS))
             for label, answer in filter(None, itertools.chain.from_iterable(both)):
                 if self.questions.asks(label):
@@ -98,6 +103,7 @@ class _Asker:
             ledger=ledger(plan, self.program, self.pricer),
             offers=tuple(offers),
             alternatives=tuple(alternatives),
+            pins=tuple(pins),
             baselines=plan.estimate.named_baselines or self._baselines(limit),
             unanswered=tuple(self.questions.unanswered),
             odd_rows=odd_rows(plan, self.program, self.pricer),

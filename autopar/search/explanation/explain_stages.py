@@ -13,7 +13,7 @@ schedule and micro-batches; bounds are those of that search. Other schedules are
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost_models.collectives import cheapest
@@ -27,6 +27,7 @@ from autopar.passes.split_stages import split_stages
 from autopar.search.costs.ledger import ledger
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact.ilp import CutoffError
+from autopar.search.explanation.pin_costs import lifted_pins
 from autopar.search.explanation.questions import TimedQuestions, changes
 from autopar.search.joint.candidates import SEARCHED, Candidate
 from autopar.search.joint.joint import Joint
@@ -41,10 +42,11 @@ from autopar.search.staged.stages import StagePrice, in_flight, price_stage, pri
 from autopar.search.timeline.staged_buckets import in_buckets
 from autopar.values.blocks import blocks_text
 from autopar.values.cluster import Cluster
-from autopar.values.explanation import Explanation, Item, Ledger, Offer, StageFacts
+from autopar.values.explanation import Alternative, Explanation, Item, Ledger, Offer, StageFacts
 from autopar.values.graph import CapturedModel, requires_grad
 from autopar.values.plan import Plan
 from autopar.values.schedules import SCHEDULES, SPLITTING, stage_ranks
+from autopar.values.train_config import TrainConfig
 
 
 def explain_stages(
@@ -113,6 +115,7 @@ class _Asker:
             stages=self._facts(parts, prices),
             slowest=slowest,
             ledger=self._items(ledger(plan.stages[slowest], make_program(parts[slowest]), own, sent), prices[slowest]),
+            pins=tuple(self._without_pins(parts, limit)),
             offers=tuple(offers),
             schedules=self._schedules(parts, part),
             near={} if space is None else space.near,
@@ -164,8 +167,25 @@ class _Asker:
             if price.memory is not None
         )
 
-    def _offer(self, change: str, cluster: Cluster, limit: float, parts: Sequence[CapturedModel]) -> Offer:
-        """The plan as it is under the change, and the best with its arrangement."""
+    def _without_pins(self, parts: Sequence[CapturedModel], limit: float) -> Iterator[Alternative]:
+        """The best plans of this arrangement without each pin."""
+        plan = self.plan
+        for text, config in lifted_pins(plan.config):
+            if self.questions.asks(f"without {text}"):
+                found = self._offer(text, self.cluster, limit, parts, config)
+                yield Alternative(
+                    without=text, seconds=found.best, bound=found.bound, nbytes=found.nbytes, why_not=found.why_not
+                )
+
+    def _offer(
+        self,
+        change: str,
+        cluster: Cluster,
+        limit: float,
+        parts: Sequence[CapturedModel],
+        config: TrainConfig | None = None,
+    ) -> Offer:
+        """The plan as it is under the change, and the best with its arrangement. config: instead of the plan's."""
         plan = self.plan
         part = part_of(cluster, plan.pipeline)
         own = priced(plan, parts, cluster, part).estimate
@@ -174,7 +194,9 @@ class _Asker:
             why = f"schedule {plan.schedule} is not searched"
             return Offer(change=change, same=same, best=same, nbytes=own.peak_nbytes, why_not=why)
         key = Candidate(
-            arrangement=Arrangement(pipeline=plan.pipeline, cluster=part, mesh=plan.mesh),
+            arrangement=Arrangement(
+                pipeline=plan.pipeline, cluster=part, mesh=plan.mesh, is_named=bool(plan.config.pins)
+            ),
             microbatches=plan.microbatches,
             schedule=plan.schedule,
             chunks=plan.num_stages // plan.pipeline,
@@ -184,7 +206,7 @@ class _Asker:
             setup=Setup(
                 counts=(plan.microbatches,),
                 cluster=cluster,
-                config=replace(plan.config, memory_nbytes=limit),
+                config=replace(config or plan.config, memory_nbytes=limit),
                 options=SearchOptions(relative_gap=self.relative_gap),
             ),
         )

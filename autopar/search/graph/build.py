@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from autopar.errors import ImpossiblePinError, InfeasibleError
 from autopar.lower.program import Program, Tensor
 from autopar.lower.redistributions import SINK
 from autopar.search.costs.folding import Folding, Signature, fold_program
@@ -22,10 +23,11 @@ from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.storages import input_layouts
 from autopar.search.graph.clusters import OpCluster, make_clusters
 from autopar.search.graph.copies_held import copies_held
-from autopar.search.graph.lattice import Lattice, Lattices
+from autopar.search.graph.lattice import Lattice, Lattices, slices_of
 from autopar.search.graph.moments import WHOLE, Counting, Moments
-from autopar.search.graph.options import EVERYTHING, Option, Restriction, cluster_options
+from autopar.search.graph.options import EVERYTHING, NoOptionError, Option, Restriction, options_within
 from autopar.search.graph.parameters import ParameterSpace, Used, held, parameter_space
+from autopar.search.graph.pinned import apart_ops, pinned
 from autopar.search.graph.positions import leave_as_views, reading_positions
 from autopar.search.graph.problem import ArcSteps, Problem, Reader
 from autopar.search.graph.reduce_moments import few_moments
@@ -62,13 +64,22 @@ def build(
     coarse: decide cheap ops with their readers; by default on three axes and more.
     """
     coarse = pricer.mesh.num_axes > 2 if coarse is None else coarse
-    restriction = restriction or EVERYTHING
-    key = ("clusters", fold, coarse, restriction.apart)
-    if key not in program.made:
-        folding = fold_program(program, fold=fold)
-        program.made[key] = folding, make_clusters(program, folding, coarse=coarse, apart=restriction.apart)
-    folding, clusters = program.made[key]
-    return (builder or Builder)(program, pricer, folding, clusters, restriction, counted).run(limit)
+    pins, base = pricer.config.pins, restriction or EVERYTHING
+    apart = apart_ops(program, pricer)
+    apart = apart if base is EVERYTHING else set(apart)  # what a part of the space needs is its own
+    while True:
+        within = pinned(base, program, pricer, apart)
+        key = ("clusters", fold, coarse, within.apart, pins.lines)
+        if key not in program.made:
+            folding = fold_program(program, fold=fold, pins=pins)
+            program.made[key] = folding, make_clusters(program, folding, coarse=coarse, apart=within.apart)
+        folding, clusters = program.made[key]
+        try:
+            return (builder or Builder)(program, pricer, folding, clusters, within, counted).run(limit)
+        except NoOptionError as error:
+            if not pins or not (more := {op.name for op in error.cluster.members} - apart):
+                raise InfeasibleError(str(error)) from error
+            apart.update(more)
 
 
 class Builder:
@@ -108,15 +119,8 @@ class Builder:
         return problem
 
     def options(self, cluster: OpCluster) -> list[Option]:
-        """The cluster's, priced once for all graphs of the program on the mesh."""
-        key = (cluster, self.restriction.choice)
-        made = self.pricer.made
-        if key not in made:
-            allowed = self.restriction.choice, self.restriction.otherwise
-            offered = (cluster_options(cluster, self.pricer, a) for a in allowed if a is not None)
-            made[key] = next((options for options in offered if options), [])
-        found: list[Option] = made[key]
-        return found
+        """The cluster's in the part of the space that is asked for."""
+        return options_within(cluster, self.pricer, self.restriction)
 
     def _node(self, name: str, seconds: Floats) -> int:
         self.problem.nodes.append(Node(name=name, seconds=seconds))
@@ -254,28 +258,29 @@ class Builder:
         return made
 
     def _input(self, names: tuple[str, ...], tensor: Tensor, readers: list[Reader]) -> None:
-        """Handed over whole, or as some reader wants it; from the whole every layout is a free slice."""
+        """Handed over whole, or as some reader wants it, of which every layout is a free slice; or as pins say."""
         whole = Layout((REPLICATE,) * self.pricer.mesh.num_axes)
         wanted = list(dict.fromkeys(w for r in readers for w in r.wants if w != whole))
         options = [whole]
         if tensor.kind == "input":
             options += [w for w in wanted if w in input_layouts(tensor.shape, self.pricer.mesh)]
+        handed = self.restriction.handed.get(tensor.name, ())
+        options = list(handed) or options
         node = self._node(names[0], np.zeros(len(options)))
         self.problem.inputs[node] = (names, tuple(options))
         if tensor.kind == "input" and self.times > 1:  # a step holds those of all its micro-batches
             nbytes = [self.pricer.target.local_nbytes(tensor, v) * len(names) for v in options]
             self._count(node, nbytes, self.moments.nothing() + self.times - 1)
         layouts = (whole, *wanted)
-        lattice = Lattice(
-            layouts=layouts,
-            number={v: i for i, v in enumerate(layouts)},
-            steps=(),
-            source=np.zeros(len(wanted), dtype=np.int64),
-            target=np.arange(1, len(layouts), dtype=np.int64),
-            forward=np.zeros(len(wanted)),
-            backward=np.zeros(len(wanted)),
-        )
-        group = self._group(names, node, options, readers, lattice, lattice.target - 1, lattice.forward)
+        lattice = slices_of(whole, wanted)
+        arcs, seconds = lattice.target - 1, lattice.forward
+        if handed:
+            axes = tuple(frozenset(v.axes[a] for v in (*options, *wanted)) for a in range(self.pricer.mesh.num_axes))
+            lattice = self.lattices.of(tensor.shape, tensor.element_size, False, axes, False)
+            layouts = lattice.layouts
+            ahead = self._times(names).forward
+            arcs, seconds = lattice.useful(ahead, 0.0), lattice.seconds(ahead, 0.0)
+        group = self._group(names, node, options, readers, lattice, arcs, seconds)
         sizes = self.part * np.array([self.pricer.target.local_nbytes(tensor, v) for v in layouts], dtype=np.float64)
         keepers = tuple(i for i, r in enumerate(readers) if r.savers)
         self.kept_memory.append((group, sizes, self.moments.nothing() + len(names), True, keepers))
@@ -295,6 +300,8 @@ class Builder:
             limited=self.limited,
         )
         space = parameter_space(used, self.lattices, self.restriction)
+        if not space.options:
+            raise ImpossiblePinError(f"{names[0]} has no storage and lifetime left that pins and readers allow")
         node = self._node(names[0], np.array(space.seconds) * times.once)
         self.problem.parameters[node] = (names, space)
         for nbytes, coefficient in held(space, names, self.program, self.moments) if self.limited else ():

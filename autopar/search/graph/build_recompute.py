@@ -93,7 +93,12 @@ class RecomputeBuilder(Builder):
         recomputable = self._can_be_made_again(cluster)
         if recomputable:
             kept, replayed = seconds, seconds + again * times[1]
-            if self.restriction.recompute is not None:
+            members = {op.name for op in cluster.members}
+            if members & self.restriction.again:
+                kept = kept + np.inf
+            elif members & self.restriction.keeps:
+                replayed = replayed + np.inf
+            elif self.restriction.recompute is not None:
                 chosen = any(self.restriction.recompute(op) for op in cluster.members)
                 kept, replayed = (kept + np.inf, replayed) if chosen else (kept, replayed + np.inf)
             seconds = np.concatenate([kept, replayed])
@@ -212,7 +217,8 @@ class _Layers:
             [float(builder.pricer.target.local_nbytes(self.tensor, v)) for v in lattice.layouts]
         )
         ahead, back = builder._times_of_steps(self.names, self.tensor, self.readers)
-        layered = self.tensor.requires_grad and wanted.size > 0
+        maker = builder.program.ops[builder._produced(self.names[0])].name
+        layered = self.tensor.requires_grad and wanted.size > 0 and maker not in builder.restriction.keeps
         arcs = _Arcs(count=len(sizes), sizes=sizes)
         arcs.steps(lattice, FORWARD, lattice.seconds(ahead, back), lattice.useful(ahead, back))
         if layered:

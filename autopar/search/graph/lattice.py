@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -156,3 +156,18 @@ def cheapest_ways(lattice: Lattice, seconds: Floats) -> Distances:
     """Between all layouts; `seconds[arc]`. Ties go to fewer steps."""
     distance, last = everywhere(len(lattice.layouts), lattice.source, lattice.target, seconds + 1e-12)
     return Distances(lattice=lattice, seconds=distance, last=last)
+
+
+def slices_of(whole: Layout, wanted: Sequence[Layout]) -> Lattice:
+    """From a tensor that is whole on every rank, without a gradient, to each of these layouts: free slices."""
+    count = len(wanted)
+    layouts = (whole, *wanted)
+    return Lattice(
+        layouts=layouts,
+        number={layout: i for i, layout in enumerate(layouts)},
+        steps=(),
+        source=np.zeros(count, dtype=np.int64),
+        target=np.arange(1, count + 1, dtype=np.int64),
+        forward=np.zeros(count),
+        backward=np.zeros(count),
+    )

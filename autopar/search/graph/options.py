@@ -7,9 +7,10 @@ Left out of the space, for every op:
 """
 
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
+from autopar.errors import InfeasibleError
 from autopar.lower.program import Op, Tensor
 from autopar.search.costs.pricing import Pricer, total
 from autopar.search.graph.clusters import OpCluster
@@ -24,6 +25,10 @@ class Restriction:
     """A part of the space; the whole of it by default.
 
     otherwise: in place of `choice` for a cluster that has no option by it. apart: ops decided by themselves.
+    together: of an op with its choices on all axes, what is allowed beside.
+    handed: of inputs by name, layouts in which they are handed over; they are redistributed from there.
+    lived: of parameters by name, lifetimes as plans call them (`lower.pinned.lives_as_pinned`).
+    again, keeps: ops that are run again in backward, and ops that are not, nor copies of what they made.
     """
 
     choice: Allowed = lambda op, axis, name: True
@@ -31,6 +36,11 @@ class Restriction:
     apart: frozenset[str] = frozenset()
     storage: Callable[[Tensor, Layout], bool] = lambda tensor, layout: True
     lifetimes: tuple[str, ...] = ("step", "keep", "use")
+    together: Callable[[Op, tuple[str, ...]], bool] | None = None
+    handed: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
+    lived: Mapping[str, frozenset[object]] = field(default_factory=dict)
+    again: frozenset[str] = frozenset()
+    keeps: frozenset[str] = frozenset()
     recompute: Callable[[Op], bool] | None = None
     """Ops that are run again where that is possible, all others not; None where the search decides."""
 
@@ -137,13 +147,17 @@ def _consistent(
             yield from _consistent(cluster, offered, i - 1, after, (name, *chosen))
 
 
-def cluster_options(cluster: OpCluster, pricer: Pricer, allowed: Allowed) -> list[Option]:
-    """All options: combinations of the axes' joint choices that the members' sizes allow."""
+def cluster_options(
+    cluster: OpCluster, pricer: Pricer, allowed: Allowed, together: Callable[[Op, tuple[str, ...]], bool] | None = None
+) -> list[Option]:
+    """All options: combinations of the axes' joint choices that the members' sizes, and `together`, allow."""
     axes = [joint_choices(cluster, axis, pricer, allowed) for axis in range(pricer.mesh.num_axes)]
     out = []
     for combination in itertools.product(*axes):
         names = tuple(zip(*combination, strict=True))
-        if all(pricer.target.is_allowed(op, n) for op, n in zip(cluster.members, names, strict=True)):
+        members = list(zip(cluster.members, names, strict=True))
+        is_allowed = together is None or all(together(op, n) for op, n in members)
+        if is_allowed and all(pricer.target.is_allowed(op, n) for op, n in members):
             out.append(make_option(cluster, names, pricer))
     return out
 
@@ -167,3 +181,29 @@ def make_option(cluster: OpCluster, names: tuple[tuple[str, ...], ...], pricer: 
         working_forward=max(price.local.sizes.working_forward for price in prices),
         working_backward=max(price.local.sizes.working_backward for price in prices),
     )
+
+
+class NoOptionError(InfeasibleError):
+    """A cluster has no option in the part of the space that is asked for."""
+
+    def __init__(self, cluster: OpCluster) -> None:
+        root = cluster.root
+        super().__init__(f"{root.name} ({root.module}) has no choice in the part of the space that is asked for")
+        self.cluster = cluster
+
+
+def options_within(cluster: OpCluster, pricer: Pricer, within: Restriction) -> list[Option]:
+    """A cluster's, priced once for all graphs of the program on the mesh.
+
+    Raises:
+        NoOptionError: if there is none.
+    """
+    key, made = (cluster, within.choice, within.together), pricer.made
+    if key not in made:
+        allowed = within.choice, within.otherwise
+        offered = (cluster_options(cluster, pricer, a, within.together) for a in allowed if a is not None)
+        made[key] = next((options for options in offered if options), [])
+    found: list[Option] = made[key]
+    if not found:
+        raise NoOptionError(cluster)
+    return found

@@ -88,10 +88,11 @@ class Used:
 def parameter_space(used: Used, lattices: Lattices, restriction: Restriction) -> ParameterSpace:
     """The options of a parameter, found once for all graphs of the program on the mesh."""
     made, tensor = lattices.pricer.made, used.tensor
+    lived = restriction.lived.get(tensor.name)
     if restriction.storage is EVERYTHING.storage:  # else it may ask for the parameter's name
         tensor = replace(tensor, name="")
     in_buckets = lattices.pricer.in_buckets
-    key = replace(used, tensor=tensor), restriction.storage, restriction.lifetimes, in_buckets
+    key = replace(used, tensor=tensor), restriction.storage, restriction.lifetimes, lived, in_buckets
     if key not in made:
         made[key] = _parameter_space(used, lattices, restriction)
     found: ParameterSpace = made[key]
@@ -102,12 +103,20 @@ def _parameter_space(used: Used, lattices: Lattices, restriction: Restriction) -
     pricer, tensor, uses, microbatches = lattices.pricer, used.tensor, used.uses, used.microbatches
     savers, shared, limited = used.savers, used.shared, used.limited
     once = "step" if microbatches > 1 else "keep"
+    lived = restriction.lived.get(tensor.name)
     lifetimes = tuple(v for v in restriction.lifetimes if v != "step" or microbatches > 1)
+    if lived is not None:
+        is_once = "always" in lived
+        lifetimes = tuple(
+            v for v in lifetimes if lives(v, True, microbatches > 1, lived) or (is_once and v == once)
+        ) or (once,)
     lifetimes = lifetimes if used.regatherable else tuple(v for v in lifetimes if v != "use") or (once,)
     trained = used.in_backward and tensor.requires_grad
     stored = [
         s for s in storages(tensor.shape, pricer.mesh, tensor.requires_grad, True) if restriction.storage(tensor, s)
     ]
+    if not stored:
+        return ParameterSpace(options=(), seconds=(), stored=(), casts=(), states=(), ways=())
     axes = tuple(frozenset(v.axes[a] for v in (*stored, *uses)) for a in range(pricer.mesh.num_axes))
     shape = tensor.shape, tensor.element_size, tensor.requires_grad
     if not limited and once in lifetimes:
@@ -152,10 +161,12 @@ def _parameter_space(used: Used, lattices: Lattices, restriction: Restriction) -
         for u in range(len(uses)):
             near = (
                 range(len(stored))
-                if limited or shared
+                if limited or shared or lived is not None
                 else [int((costs.updates + paid * passages.least[:, u]).argmin())]
             )
             for s in near:
+                if lived is not None and not lives(lifetime, bool(passages.gathered[s, u]), microbatches > 1, lived):
+                    continue
                 moved = bool(passages.moved[s, u])
                 # of shared ones that must live for a use, another use may be gathered
                 if lifetime != "use" or passages.gathered[s, u] or (shared and instead is not None):
@@ -193,6 +204,15 @@ def _parameter_space(used: Used, lattices: Lattices, restriction: Restriction) -
         states=tuple(int(costs.states[s]) for s, _ in numbers),
         ways=tuple(ways),
     )
+
+
+def lives(lifetime: str, gathered: bool, several: bool, lived: frozenset[object]) -> bool:
+    """Whether an option's lifetime is one of these as plans call them (`extract`), all of which what is never gathered
+    for once a step honours."""
+    if not gathered and (lifetime == "step" or not several):
+        return True
+    words = {"step": {"step"}, "use": {"use"}, "keep": {"microbatch"} if several else {"microbatch", "step"}}
+    return bool(words[lifetime] & lived)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -40,13 +40,14 @@ class CandidateSpace:
     """Which candidates are searched.
 
     microbatches: their number; None for every divisor of the batch.
-    pipelines: numbers of pipeline ranks; None for all that the cluster's levels allow.
+    pipelines: numbers of pipeline ranks; None for all that the cluster's levels allow, from `least_pipeline` on.
     mesh: that of each pipeline rank; None for all that follow the cluster's levels.
     schedule: one of `SEARCHED`, or auto.
     """
 
     microbatches: int | None = None
     pipelines: tuple[int, ...] | None = (1,)
+    least_pipeline: int = 1
     mesh: Mesh | None = None
     schedule: str = "auto"
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from autopar.capture.rebatch import Batches
-from autopar.errors import ArgumentError, InfeasibleError, MeshError, SearchTimeoutError
+from autopar.errors import ArgumentError, InfeasibleError, MeshError, PinError, SearchTimeoutError
 from autopar.lower.program import Program
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.search.costs.pricing import Pricer
@@ -33,6 +33,7 @@ from autopar.search.staged.stages import block_starts, written_text
 from autopar.values.cluster import Cluster
 from autopar.values.divisors import divisors
 from autopar.values.graph import CapturedModel
+from autopar.values.pins import Pins, near
 from autopar.values.plan import Plan, one_stage
 from autopar.values.schedules import check_microbatches
 from autopar.values.search_report import LeastInTurn, SpaceSearched
@@ -104,11 +105,13 @@ def search_meshes(
                 f"{wrong[0]} pipeline ranks: {cluster} and the model's {num_blocks} blocks{written} allow "
                 f"{', '.join(map(str, possible))}; choose one of them or auto"
             )
-        pipelines = space.pipelines or possible
+        pipelines = space.pipelines or tuple(n for n in possible if n >= space.least_pipeline)
         found = candidates(cluster, counts, pipelines, space.schedule, num_blocks)
         found = [key for key in found if key.arrangement.pipeline == 1 or _runs(key)]
         if (mesh := space.mesh) is not None:
             found = list(dict.fromkeys(replace(k, arrangement=replace(k.arrangement, mesh=mesh)) for k in found))
+        if config.pins:
+            found = _with_axes(found, config.pins)
         if not found:
             raise InfeasibleError(
                 f"no schedule ({space.schedule}) runs {_listed(counts)} micro-batches on {_listed(pipelines)} pipeline "
@@ -168,6 +171,24 @@ def _entered(held: ExitStack) -> Workers | None:
     """Processes beside this one, where there are cores for them."""
     found = spare_workers()
     return None if found is None else held.enter_context(found)
+
+
+def _with_axes(keys: Iterable[Candidate], pins: Pins) -> list[Candidate]:
+    """Those whose meshes have the axes that pins speak of.
+
+    Raises:
+        PinError: if there are none.
+    """
+    every = [replace(key, arrangement=replace(key.arrangement, is_named=True)) for key in keys]
+    found = [key for key in every if pins.axes <= set(key.arrangement.mesh.names)]
+    if every and not found:
+        names = sorted({name for key in every for name in key.arrangement.mesh.names})
+        unknown = sorted(pins.axes - set(names)) or sorted(pins.axes)
+        raise PinError(
+            f"pins speak of {' and '.join(pins.axes)}, no mesh that is searched has {unknown[0]}; its axes are "
+            f"{', '.join(names)}{near(unknown[0], names)}"
+        )
+    return found
 
 
 def _runs(key: Candidate) -> bool:

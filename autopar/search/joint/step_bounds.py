@@ -65,7 +65,8 @@ class StepBounds:
             passing, update = self.work_seconds(key)
             shares = passing / microbatches, update
             begins = even_starts(program, p, v)
-            self._rounds[known] = interleaved_rounds(program, fold_program(program), begins, p, microbatches, shares)
+            folding = fold_program(program, pins=self.setup.config.pins)
+            self._rounds[known] = interleaved_rounds(program, folding, begins, p, microbatches, shares)
         return self._rounds[known]
 
     def times(self, key: Candidate) -> int:

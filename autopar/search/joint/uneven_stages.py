@@ -40,7 +40,7 @@ def uneven_seconds(program: Program, pricer: Pricer, schedule: str, p: int, m: i
         for run in runs
     ]
     least = np.inf
-    for among in grouped(around, work, np.array(fold_program(program).class_of)):
+    for among in grouped(around, work, np.array(fold_program(program, pins=pricer.config.pins).class_of)):
         paid = Fewest(tuple(among))
         least = min(least, least_seconds(build(program, pricer, limit=None, counted=Counting(paid=paid)).graph, cutoff))
         if least < cutoff:

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError
+from autopar.lower.factor_words import factor_words, word_of
 from autopar.lower.program import Op, Program, Tensor, make_program
 from autopar.lower.redistributions import redistribute
-from autopar.rules.words import dim_tags, factor_tags
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.storages import storages
@@ -191,17 +191,8 @@ def _recompute(configuration: NamedConfiguration, program: Program) -> Callable[
 
 
 def _meanings(program: Program) -> Meaning:
-    if "factor tags" not in program.made:
-        tags, nodes = dim_tags(program.captured), program.captured.nodes
-        program.made["factor tags"] = {op.name: factor_tags(nodes[op.name], op.rule, tags) for op in program.ops}
-    named: dict[str, dict[str, str]] = program.made["factor tags"]
-
-    def meaning(op: Op, option: str) -> str:
-        if option in ("replicate", "invariant"):
-            return "whole"
-        return named[op.name].get(option, "summands") or option
-
-    return meaning
+    words = factor_words(program)
+    return lambda op, option: word_of(op, option, words)
 
 
 def _is_trained(op: Op) -> bool:

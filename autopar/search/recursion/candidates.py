@@ -17,16 +17,16 @@ class Candidates:
 
     neighbours: Neighbours
     restriction: Restriction = field(default_factory=Restriction)
-    _joints: dict[tuple[int, int], tuple[Joint, ...]] = field(default_factory=dict)
+    _joints: dict[tuple[int, int, int], tuple[Joint, ...]] = field(default_factory=dict)
     _options: dict[tuple[int, Joints], Option | None] = field(default_factory=dict)
 
     def on_axis(self, cluster: int, axis: int) -> tuple[Joint, ...]:
         """The joint choices of one axis."""
-        key = (cluster, self.neighbours.pricer.mesh.shape[axis])
+        pricer = self.neighbours.pricer
+        named = axis if pricer.config.pins else -1  # pins name axes
+        key = (cluster, pricer.mesh.shape[axis], named)
         if key not in self._joints:
-            found = joint_choices(
-                self.neighbours.clusters[cluster], axis, self.neighbours.pricer, self.restriction.choice
-            )
+            found = joint_choices(self.neighbours.clusters[cluster], axis, pricer, self.restriction.choice)
             self._joints[key] = tuple(found)
         return self._joints[key]
 

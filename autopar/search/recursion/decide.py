@@ -220,6 +220,8 @@ class Decider:
     def handed(self, travel: Travel) -> Layout:
         """How an input is handed over: as all its readers want it where it divides evenly, else whole."""
         mesh, tensor = self.neighbours.pricer.mesh, travel.tensor
+        if pinned := self.candidates.restriction.handed.get(tensor.name):
+            return pinned[0]
         wanted = set(self.wants(travel))
         only = next(iter(wanted)) if len(wanted) == 1 else None
         if only is None or tensor.kind != "input" or PARTIAL in only.axes or not is_even(tensor.shape, only, mesh):

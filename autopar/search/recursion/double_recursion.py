@@ -15,14 +15,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.errors import InfeasibleError
+from autopar.lower.pinned import find_pinned, violations
 from autopar.lower.program import Program
 from autopar.search.costs.pricing import Pricer
+from autopar.search.graph.options import EVERYTHING
+from autopar.search.graph.pinned import apart_ops, pinned
 from autopar.search.graph.strategy_graph import Floats
 from autopar.search.recursion.candidates import Candidates
 from autopar.search.recursion.decide import Axes, Decider, Decision
 from autopar.search.recursion.homes import Homes, Priced
 from autopar.search.recursion.ledger import DecisionLedger, Key, make_ledger
 from autopar.search.recursion.neighbours import Neighbours, find_neighbours
+from autopar.search.recursion.to_plan import plan_of
 from autopar.search.recursion.ways import SEARCHED_AXES, Ways
 from autopar.values.cluster import Cluster
 from autopar.values.gigabytes import gigabytes, least_gigabytes
@@ -62,7 +66,14 @@ class Search:
         """Every op and parameter whole on every rank."""
         pricer = self.neighbours.pricer
         times = self.neighbours.program.microbatches
-        homes = Homes(pricer=pricer, ways=self.ways, worth=worth, priced=self._homes, microbatches=times)
+        homes = Homes(
+            pricer=pricer,
+            ways=self.ways,
+            worth=worth,
+            priced=self._homes,
+            microbatches=times,
+            restriction=self.candidates.restriction,
+        )
         clusters = range(len(self.neighbours.clusters))
         joints = [(self.candidates.undivided(i),) * pricer.mesh.num_axes for i in clusters]
         options = [option for i in clusters if (option := self.candidates.option(i, joints[i])) is not None]
@@ -76,10 +87,19 @@ class Search:
 
     def _consider(self, decider: Decider) -> tuple[float, Floats]:
         seconds, usage = decider.seconds(), self.ledger.usage(decider.nbytes())
+        if not self._honours_pins(decider):
+            return seconds, usage
         self.least = min(self.least, float(usage.max()))
         if seconds < self.best_seconds and (self.limit is None or usage.max() <= self.limit):
             self.best, self.best_seconds = decider, seconds
         return seconds, usage
+
+    def _honours_pins(self, decider: Decider) -> bool:
+        program, pins = self.neighbours.program, self.neighbours.pricer.config.pins
+        if not pins:
+            return True
+        found = find_pinned(program, pins)
+        return not found.again and next(violations(found, [plan_of(decider, program)]), None) is None
 
     def solve(self) -> None:
         """Without a price on memory; then, if the cheapest answer does not fit, under prices."""
@@ -126,10 +146,11 @@ def double_recursion(
     ways = Ways(pricer=pricer)
     searches = []
     for kind in kinds:
-        neighbours = find_neighbours(program, pricer, coarse=kind, fold=fold)
+        candidates = _candidates(program, pricer, coarse=kind, fold=fold)
+        neighbours = candidates.neighbours
         search = Search(
             neighbours=neighbours,
-            candidates=Candidates(neighbours=neighbours),
+            candidates=candidates,
             ways=ways,
             ledger=make_ledger(neighbours),
             limit=limit,
@@ -137,6 +158,10 @@ def double_recursion(
         search.solve()
         searches.append(search)
     found = min(searches, key=lambda s: s.best_seconds)
+    if found.best is None and (limit is None or all(s.least == np.inf for s in searches)):
+        raise InfeasibleError(
+            f"the double recursion found no plan on mesh {pricer.mesh} that honours all pins; let the solver ilp look"
+        )
     if found.best is None:
         assert limit is not None
         least = min(s.least for s in searches)
@@ -146,6 +171,22 @@ def double_recursion(
             "the solver ilp look for plans that take less"
         )
     return found.best
+
+
+def _candidates(program: Program, pricer: Pricer, *, coarse: bool, fold: bool) -> Candidates:
+    """Options of clusters, some of each on every axis: where pins leave none of several ops together, they are
+    decided one by one."""
+    apart = apart_ops(program, pricer)
+    while True:
+        within = pinned(EVERYTHING, program, pricer, apart)
+        neighbours = find_neighbours(program, pricer, coarse=coarse, fold=fold, apart=within.apart)
+        found = Candidates(neighbours=neighbours, restriction=within)
+        axes = range(pricer.mesh.num_axes) if pricer.config.pins else ()
+        empty = [c for i, c in enumerate(neighbours.clusters) if not all(found.on_axis(i, axis) for axis in axes)]
+        more = {op.name for cluster in empty for op in cluster.members} - apart
+        if not more:
+            return found
+        apart.update(more)
 
 
 def prime_mesh(cluster: Cluster) -> Mesh:

@@ -7,11 +7,14 @@ bytes     shard, its cast to what is computed on and optimizer state always, the
           long as they live; each worth what the ledger says (nothing where memory does not bind)
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.storages import is_storable
+from autopar.search.costs.storages import is_storable, storages
+from autopar.search.graph.options import EVERYTHING, Restriction
+from autopar.search.graph.parameters import lives
 from autopar.search.recursion.ledger import Key
 from autopar.search.recursion.neighbours import Travel
 from autopar.search.recursion.ways import Ways
@@ -45,11 +48,18 @@ class Homes:
     worth: Mapping[Key, float]
     priced: dict[object, Priced]
     microbatches: int
+    restriction: Restriction = EVERYTHING
     _made: dict[object, Home] = field(default_factory=dict)
     _best: dict[object, Home] = field(default_factory=dict)
 
     def whole(self, travel: Travel) -> Layout:
-        return Layout((INVARIANT if travel.tensor.requires_grad else REPLICATE,) * self.pricer.mesh.num_axes)
+        """Whole on every rank, or where pins forbid that as they have it."""
+        tensor, mesh = travel.tensor, self.pricer.mesh
+        whole = Layout((INVARIANT if tensor.requires_grad else REPLICATE,) * mesh.num_axes)
+        if self.restriction.storage(tensor, whole):
+            return whole
+        every = (v for v in storages(tensor.shape, mesh, tensor.requires_grad, True))
+        return next((v for v in every if self.restriction.storage(tensor, v)), whole)
 
     def best(self, travel: Travel, base: Layout, axes: Axes, wanted: tuple[Layout | None, ...]) -> Home:
         """The best that differs from `base` on `axes` only; `wanted[i]` by use i, None where that is not decided."""
@@ -65,11 +75,19 @@ class Homes:
         key = (travel.number, storage, wanted)
         found = self._made.get(key)
         if found is None:
-            homes = [self._with(travel, storage, wanted, "step" if self.microbatches > 1 else "keep")]
-            if self.worth and self.microbatches > 1:
-                homes.append(self._with(travel, storage, wanted, "keep"))
-            if self.worth and travel.regatherable:
-                homes.append(self._with(travel, storage, wanted, "use"))
+            lifetimes = ["step" if self.microbatches > 1 else "keep"]
+            lived = self.restriction.lived.get(travel.tensor.name)
+            if (self.worth or lived) and self.microbatches > 1:
+                lifetimes.append("keep")
+            if (self.worth or lived) and travel.regatherable:
+                lifetimes.append("use")
+            homes = [self._with(travel, storage, wanted, lifetime) for lifetime in lifetimes]
+            if lived is not None:
+                uses = [w for w in wanted if w is not None]
+                gathered = any(self.ways.fare(storage, w, travel.tensor).gathers > 0 for w in uses)
+                several = self.microbatches > 1
+                kept = [h for h in homes if lives(h.lifetime, gathered, several, lived)]
+                homes = kept or [replace(h, cost=math.inf) for h in homes]
             found = self._made[key] = min(homes, key=lambda h: h.cost)
         return found
 
@@ -118,7 +136,8 @@ class Homes:
         whole = Layout(placed(INVARIANT if tensor.requires_grad else REPLICATE))
         uses = [w for w in dict.fromkeys(wanted) if w is not None]
         found = dict.fromkeys(v for start in (whole, *plain) for v in (start, *(_nested(start, w) for w in uses)))
-        return (base, *(v for v in found if v != base and is_storable(tensor.shape, v, mesh)))
+        every = (base, *(v for v in found if v != base and is_storable(tensor.shape, v, mesh)))
+        return tuple(v for v in every if self.restriction.storage(tensor, v)) or every[:1]
 
 
 def _is_copy(storage: Layout, use: Layout) -> bool:

@@ -85,10 +85,12 @@ class Neighbours:
         return Layout((whole,) * self.pricer.mesh.num_axes)
 
 
-def find_neighbours(program: Program, pricer: Pricer, *, coarse: bool, fold: bool = True) -> Neighbours:
+def find_neighbours(
+    program: Program, pricer: Pricer, *, coarse: bool, fold: bool = True, apart: frozenset[str] = frozenset()
+) -> Neighbours:
     """The clusters (`clusters.make_clusters`) and the tensors between them; equal blocks are one."""
-    folding = fold_program(program, fold=fold)
-    clusters = make_clusters(program, folding, coarse=coarse)
+    folding = fold_program(program, fold=fold, pins=pricer.config.pins)
+    clusters = make_clusters(program, folding, coarse=coarse, apart=apart)
     place = {
         folding.class_of[p]: (number, member)
         for number, cluster in enumerate(clusters)

@@ -38,11 +38,12 @@ from autopar.values.blocks import block_of
 from autopar.values.cluster import Cluster
 from autopar.values.estimate import Estimate
 from autopar.values.graph import CapturedModel, operands, requires_grad
+from autopar.values.lifetimes import ONCE_A_STEP
 from autopar.values.placement import Layout, local_shape
 from autopar.values.plan import Plan
 from autopar.values.schedules import SPLITTING
 from autopar.values.search_report import StageCost
-from autopar.values.stage_plan import ONCE_A_STEP, StagePlan
+from autopar.values.stage_plan import StagePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

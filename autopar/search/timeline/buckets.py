@@ -41,9 +41,10 @@ from autopar.search.known.baselines import memory_limit
 from autopar.values.blocks import block_of
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
+from autopar.values.lifetimes import ONCE_A_STEP
 from autopar.values.placement import is_even
 from autopar.values.redistribution import Message
-from autopar.values.stage_plan import ONCE_A_STEP, StagePlan, Way
+from autopar.values.stage_plan import StagePlan, Way
 
 Buckets = tuple[tuple[str, ...], ...]
 HALVINGS, SLACK = 4, 5e-3

@@ -21,9 +21,10 @@ from autopar.search.timeline.buckets import choose_buckets, used_last, with_buck
 from autopar.values.cluster import Cluster
 from autopar.values.estimate import Estimate
 from autopar.values.graph import CapturedModel
+from autopar.values.lifetimes import ONCE_A_STEP
 from autopar.values.plan import Plan, one_stage
 from autopar.values.schedules import SPLITTING
-from autopar.values.stage_plan import ONCE_A_STEP, StagePlan
+from autopar.values.stage_plan import StagePlan
 
 SMALLER, FILLED = 2, 0.9
 """How often buckets are made smaller that hold more than there is room for, and what part of it they then aim at."""

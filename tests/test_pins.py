@@ -1,0 +1,212 @@
+"""Pins are hard constraints of every search: honoured exactly, with a bound, at a cost that is never below zero."""
+
+import json
+import random
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.errors import ImpossiblePinError, PinError, PlanFileError
+from autopar.lower.pinned import find_pinned, violations
+from autopar.lower.program import Program
+from autopar.search.costs.folding import fold_program
+from autopar.search.explanation.pin_costs import lifted_pins
+from autopar.search.known.baselines import make_baseline
+from autopar.search.planner import make_plan, plan_program
+from autopar.search.search_options import SearchOptions
+from autopar.values.mesh import make_mesh
+from autopar.values.pins import pins_of
+from autopar.values.plan import one_stage
+from autopar.values.plan_file import plan_from_json
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
+from tests.plans_in_threads import errors_of, one_process
+from tests.random_pins import pinned_pricer, random_pins
+from tests.search_cases import captured_of, exact_of, machine, pricer_of, program_of, small_llama
+from tests.zoo import zoo
+
+GAP = 1e-3
+OPTIONS = SearchOptions(relative_gap=GAP, with_baselines=False)
+HEADS = {"*.self_attn.*": {"model": "heads"}}
+MEGATRON = {
+    "*": {"data": "batch", "lifetime": "always"},
+    "*.linear*": {"model": ["columns", "rows"]},
+    "*attention*": {"model": "heads"},
+    "*embed*": {"model": ["vocabulary", "whole"]},
+}
+
+
+def planned(pins: dict[str, Any], mesh: tuple[int, ...] = (2, 2), **options: Any) -> StagePlan:
+    """The best plan of the tiny Llama under pins."""
+    config = TrainConfig(pins=pins_of(pins))
+    return make_plan(captured_of("llama"), machine(), make_mesh(mesh), config, replace(OPTIONS, **options))
+
+
+def broken(plan: StagePlan, program: Program) -> list[str]:
+    return list(violations(find_pinned(program, plan.config.pins), [plan]))
+
+
+@cache
+def free() -> StagePlan:
+    return planned({})
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_random_pins_are_honoured_with_a_bound_at_a_cost_of_zero_or_more(family: str) -> None:
+    program, rng = program_of(family), random.Random(family)
+    for mesh in ((4,), (2, 2)):
+        pricer = pricer_of(mesh)
+        pins = random_pins(program, pricer, rng)
+        own = pinned_pricer(pricer, pins)
+        plan = plan_program(program, own, OPTIONS)
+        assert broken(plan, program) == [], pins.texts
+        assert plan.estimate.in_turn_seconds * (1 - GAP) <= plan.estimate.bound
+        for text, config in lifted_pins(own.config):
+            without = plan_program(program, pinned_pricer(pricer, config.pins), OPTIONS)
+            assert without.estimate.bound <= plan.estimate.in_turn_seconds, text
+
+
+def test_four_lines_pin_megatron() -> None:
+    """The layout of parameters, and the seconds, of the baseline."""
+    baseline = make_baseline("megatron", captured_of("llama"), machine(), make_mesh((2, 2)), TrainConfig())
+    plan = planned(MEGATRON, relative_gap=1e-6)
+    assert plan.layouts == baseline.layouts and set(plan.lifetimes.values()) == {"always"}
+    assert plan.estimate.in_turn_seconds == pytest.approx(baseline.estimate.in_turn_seconds, rel=1e-6)
+    assert plan.estimate.in_turn_seconds > free().estimate.in_turn_seconds
+
+
+def test_a_few_annotations_decide_nearly_everything() -> None:
+    """As in MindSpore: the first projections of each block are pinned, and what is between and around them follows."""
+    pins = {
+        "input:*": {"data": "shard(0)"},
+        "*.[gu]*_proj": {"data": "batch", "model": "columns"},
+        "*.[qkv]_proj": {"data": "batch", "model": "columns"},
+    }
+    program, plan = program_of("llama"), planned(pins)
+    pinned = find_pinned(program, plan.config.pins)
+    trained = [op for op in program.ops if any(op.result_grads)]
+    assert len(pinned.choices) < len(trained) / 5
+    words = {op.name: plan.choices[op.name] for op in trained if op.rule.is_attention or op.module.endswith("act_fn")}
+    assert {choice[1] for choice in words.values()} <= {"heads", "dim2"}, "attention and activation follow on model"
+    inside = [op for op in trained if op.module.startswith("model.layers")]
+    assert all(plan.choices[op.name][0] in ("dim0", "batch") for op in inside), "everything follows on data"
+
+
+def test_equal_blocks_that_are_pinned_otherwise_decide_apart() -> None:
+    program, pins = program_of("llama"), pins_of({"model.layers.0": {"model": "batch"}})
+    whole, apart = (len(fold_program(program, pins=p).instances) for p in (pins_of({}), pins))
+    assert apart > whole
+    both = pins_of({"model.layers.0-1": {"model": "batch"}})
+    assert len(fold_program(program, pins=both).instances) == whole, "pinned alike they are one"
+    plan = planned({"model.layers.0": {"model": "batch"}, "model.layers.1.mlp.*": {"model": ["columns", "rows"]}})
+    assert broken(plan, program) == []
+
+
+@pytest.mark.parametrize(
+    ("pins", "words"),
+    [
+        ({"model.layers.0": {"recompute": True}}, "run"),
+        ({"forbid": ["recompute"]}, "keeps"),
+    ],
+    ids=["again", "never"],
+)
+def test_recompute_is_as_pinned_whether_memory_binds_or_not(pins: dict[str, Any], words: str) -> None:
+    program, graph = program_of("llama"), captured_of("llama")
+    limit = None if words == "run" else 0.97 * free().estimate.peak_nbytes
+    config = TrainConfig(pins=pins_of(pins), memory_nbytes=limit)
+    plan = make_plan(graph, machine(), make_mesh((2, 2)), config, OPTIONS)
+    modules = {op.module.rpartition("layers.")[2][:1] for op in program.ops if op.name in plan.recompute}
+    assert modules == ({"0"} if words == "run" else set()) and not (words == "keeps" and plan.remade)
+
+
+def test_the_double_recursion_honours_pins() -> None:
+    plan = planned(MEGATRON, solver="double-recursive")
+    assert broken(plan, program_of("llama")) == [] and plan.origin == "double-recursive"
+    with pytest.raises(Exception, match="honours all pins"):
+        planned({"model.layers.0": {"recompute": True}}, solver="double-recursive")
+
+
+def test_baselines_are_those_within_the_pins() -> None:
+    plan = planned(HEADS, with_baselines=True)
+    assert isinstance(plan.estimate.baselines["megatron"], float)
+    assert "not within the pins" in str(plan.estimate.baselines["ddp"])
+    assert broken(plan, program_of("llama")) == []
+
+
+def test_micro_batches_keep_lifetimes() -> None:
+    pins = pins_of({"*": {"lifetime": "microbatch"}, "*norm*": {"lifetime": "step"}})
+    graph = small_llama(2, 16, 2)
+    plan = make_plan(graph, machine(), make_mesh((4,)), TrainConfig(pins=pins_of({"*norm*": "step"})), OPTIONS)
+    assert {plan.lifetimes[name] for name in plan.lifetimes if "norm" in name} <= {"step", "always"}
+    with pytest.raises(PinError, match="contradict each other about how long copies"):
+        make_plan(graph, machine(), make_mesh((4,)), TrainConfig(pins=pins), OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("pins", "error", "message"),
+    [
+        ({"*.atention.*": {"model": "heads"}}, PinError, "matches no parameter, module, call or input .*self_attn"),
+        ({"input:ids": {"data": "shard(0)"}}, PinError, "matches no input of Llama.*near are input_ids"),
+        ({"*.self_attn.*": {"modell": "heads"}}, PinError, "axis 'modell'.*did you mean model"),
+        ({"*.self_attn.*": {"model": "head"}}, PinError, r"is split by head; it offers batch.*did you mean heads\?"),
+        ({"*.self_attn.*": {"model": ["heads", "shard(0)"]}}, PinError, "mixes placements and words"),
+        ({"lm_head.weight": {"model": "shard(3)"}}, PinError, r"has such a dim; shapes are \{\(96, 32\)\}"),
+        ({"lm_head.weight": {"model": "partial"}}, PinError, "whole or split, never partial"),
+        ({"*.self_attn.*": {"*": "heads"}}, ImpossiblePinError, "on all axes of mesh 2x2"),
+        ({"forbid": ["recompte"]}, PinError, "unknown technique 'recompte'.*did you mean recompute"),
+        ({"forbid": ["fsdp"], "demand": ["fsdp"]}, PinError, "both forbidden and demanded"),
+        ({"*": {"lifetime": "ever"}}, PinError, "unknown lifetime 'ever'"),
+        ({"model.layers.3-1": {"recompute": True}}, PinError, "3-1 is no range"),
+        ({"demand": ["expert parallel"]}, PinError, "no call of LlamaForCausalLM can be split so"),
+        (
+            {"model.layers.0": {"data": "batch"}, "model.layers.0.mlp": {"data": "whole"}},
+            ImpossiblePinError,
+            "and pin 'model.layers.0.mlp: data=whole'.* pins leave it no choice",
+        ),
+        (
+            {"*.q_proj.weight": {"data": "shard(0)"}, "*.0.*.weight": {"data": "replicate"}},
+            ImpossiblePinError,
+            "cannot be stored so on mesh 2x2",
+        ),
+        ({"model.layers.0": {"recompute": True}, "forbid": ["recompute"]}, PinError, "contradicts"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_is_said_with_what_is_near(pins: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        planned(pins)
+
+
+def test_heads_that_do_not_divide_say_what_there_is() -> None:
+    with pytest.raises(ImpossiblePinError, match=r"2 heads cannot be shared out over 4; it can be whole, batch"):
+        planned({"*.self_attn.*": {"data": "heads"}}, (4,))
+
+
+def test_a_saved_plan_records_its_pins() -> None:
+    plan = one_stage(planned(HEADS))
+    text = plan.to_json()
+    assert plan_from_json(text).config.pins == pins_of(HEADS)
+    body = json.loads(text)
+    body["config"]["pins"]["forbid"] = ["nothing"]
+    with pytest.raises(PlanFileError, match="unknown technique 'nothing'"):
+        plan_from_json(json.dumps(body))
+
+
+def test_a_pinned_plan_trains_as_one_process() -> None:
+    """With an input handed over otherwise than it is read, a stored shard, and a block that is run again."""
+    pins = {
+        **HEADS,
+        "input:input_ids": {"data": "shard(1)"},
+        "*embed*.weight": {"data": "shard(1)", "model": "replicate"},
+        "model.layers.1": {"recompute": True},
+        "output:model.layers.0": {"model": "shard(1)"},
+    }
+    graph, (model, kwargs) = exact_of("llama"), zoo("llama", dtype=torch.float64)
+    config = TrainConfig(precision="fp64", pins=pins_of(pins))
+    plan = make_plan(graph, machine(), make_mesh((2, 2)), config, OPTIONS)
+    loss, gradients, _ = errors_of(one_process(graph, model, kwargs), plan)
+    assert loss <= 1e-10 and gradients <= 1e-8
+    assert str(plan.layouts["input_ids"].axes[0]) == "S1" and plan.recompute
