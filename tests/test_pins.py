@@ -117,7 +117,7 @@ def test_recompute_is_as_pinned_whether_memory_binds_or_not(pins: dict[str, Any]
     program, graph = program_of("llama"), captured_of("llama")
     limit = None if words == "run" else 0.97 * free().estimate.peak_nbytes
     config = TrainConfig(pins=pins_of(pins), memory_nbytes=limit)
-    plan = make_plan(graph, machine(), make_mesh((2, 2)), config, OPTIONS)
+    plan = make_plan(graph, machine(), make_mesh((2, 2)), config, replace(OPTIONS, relative_gap=0.05))
     modules = {op.module.rpartition("layers.")[2][:1] for op in program.ops if op.name in plan.recompute}
     assert modules == ({"0"} if words == "run" else set()) and not (words == "keeps" and plan.remade)
 
@@ -138,7 +138,7 @@ def test_baselines_are_those_within_the_pins() -> None:
 
 def test_micro_batches_keep_lifetimes() -> None:
     pins = pins_of({"*": {"lifetime": "microbatch"}, "*norm*": {"lifetime": "step"}})
-    graph = small_llama(2, 16, 2)
+    graph = small_llama(5, 8, 2)
     plan = make_plan(graph, machine(), make_mesh((4,)), TrainConfig(pins=pins_of({"*norm*": "step"})), OPTIONS)
     assert {plan.lifetimes[name] for name in plan.lifetimes if "norm" in name} <= {"step", "always"}
     with pytest.raises(PinError, match="contradict each other about how long copies"):

@@ -146,7 +146,8 @@ def _check_op(found: PinnedProgram, op: Op, program: Program, pricer: Pricer) ->
     left: list[list[str]] = []
     for axis, size, index in zip(mesh.names, mesh.shape, range(mesh.num_axes), strict=True):
         own = [one for one in decisions if one.holds_on(axis)]
-        left.append(axis_choices(op, index, pricer, lambda _, __, name, own=own: all(name in o.allowed for o in own)))
+        names = frozenset.intersection(frozenset(op.choices), *(one.allowed for one in own))
+        left.append(axis_choices(op, index, pricer, _among(names)))
         if size > 1 and own and not left[-1]:
             said = " and ".join(dict.fromkeys(found.said(one.line) for one in own))
             raise ImpossiblePinError(
@@ -160,6 +161,10 @@ def _check_op(found: PinnedProgram, op: Op, program: Program, pricer: Pricer) ->
             f"{said}: {_called(op)} cannot be decided so on all axes of mesh {mesh} at once; its sizes are "
             f"{_sizes(op, op.rule.factors)}"
         )
+
+
+def _among(names: frozenset[object]) -> Allowed:
+    return lambda op, axis, name: name in names
 
 
 def _holds(found: PinnedProgram, op: Op, names: tuple[str, ...]) -> bool:
