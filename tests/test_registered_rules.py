@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture import capture
+from autopar.cli.main import main
 from autopar.errors import RuleError
 from autopar.rules.notation import parse
 from autopar.rules.registry import rule_of
@@ -162,3 +163,26 @@ def test_what_is_no_op_is_refused(clean: None) -> None:
             autopar.register_rule(op, RULE)
     with pytest.raises(RuleError, match="no rule was given"):
         autopar.register_rule(gated)
+
+
+def test_a_local_function_with_its_own_communication(
+    clean: None, copied_processes: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sequence that ranks share out, pinned: the user's function is what runs, in real processes."""
+    from tests import own_local_ops
+
+    autopar.register_rule(own_local_ops.shifted, own_local_ops.RULE, local={"s": own_local_ops.shifted_here})
+    assert autopar.check_rule(own_local_ops.shifted, *tensors((4, 6, 8), (8,))) == ("b", "d"), "s is not in parts"
+    pins = ["--pin", "op:*shifted*: data=batch, model=dim1"]
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", "tests.own_local_ops:net", "--mesh", "2x2", *pins])
+    assert not ended.value.code
+    assert "equal to one process" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("local", "why"), [({"q": print}, "give one word of the rules"), ({"b..": print, "i": print}, "give one word")]
+)
+def test_a_local_function_is_of_one_word(clean: None, local: dict[str, Any], why: str) -> None:
+    with pytest.raises(RuleError, match=why):
+        autopar.register_rule(gated, RULE, local=local)

@@ -12,7 +12,7 @@ from autopar.ops.own_gradient import Applied, ArgumentSlot
 from autopar.rules.describe import dim_name, grads_of
 from autopar.rules.discovered import call_of
 from autopar.rules.proof import difference, is_float, run, tensors_of
-from autopar.rules.registered import op_key, sizes_of, written_for
+from autopar.rules.registered import local_word, op_key, sizes_of, written_for
 from autopar.rules.registry import rule_of
 from autopar.rules.rule import choices
 from autopar.values.graph import operands, target_name
@@ -44,11 +44,12 @@ def check_rule(op: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
     whole = run(call, tensors, graded, arriving)
     floats = [x.dtype for x in (*tensors, *made) if is_float(x)]
     tolerance = max([TOLERANCE, *(100 * torch.finfo(d).eps for d in floats)])
-    tried = [choice for choice in choices(rule) if choice.name != "invariant"]
     written = written_for(node)
     shapes = tuple(tuple(x.shape) for x in tensors)
     said = dict(enumerate(sizes_of(written[0], shapes, tuple(tuple(r.shape) for r in made)))) if written else {}
     names = {dim_name(number): factor for number, factor in said.items()}
+    joined = [name for name, factor in names.items() if factor == local_word(node)]  # its parts are none of the whole
+    tried = [choice for choice in choices(rule) if choice.name not in ("invariant", *joined)]
     for choice in tried:
         factor = rule.factors.get(choice.name)
         parts = [Fraction(k, factor.size) for k in (1, factor.size // 2)] if factor else [Fraction(1, 2)]

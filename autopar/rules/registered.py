@@ -1,6 +1,6 @@
 """Rules that a user writes for an own op (`rules.check_registered` proves them)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -8,30 +8,76 @@ from torch import fx
 
 from autopar.errors import RuleError
 from autopar.ops.own_gradient import Applied
+from autopar.ops.own_local import LOCAL_FUNCTIONS, own_local
 from autopar.rules.describe import dim_name, result_values, shapes_of
 from autopar.rules.discovered import kept, num_flops
 from autopar.rules.notation import Notation, parse
-from autopar.rules.rule import Dims, Factor, Rule, Shapes
+from autopar.rules.rule import Call, Dims, Factor, Local, Rule, Shapes
+from autopar.values.custom_ops import defining_module
 from autopar.values.graph import operands, requires_grad, target_name
 
 _REGISTERED: dict[Any, tuple[tuple[Notation, ...], bool]] = {}
+_LOCAL: dict[Any, str] = {}
+"""The word of an op's rules that its own function joins (`ops.own_local`)."""
 
 
-def register_rule(op: Any, *rules: str, linear_gradient: bool = True) -> None:
+def register_rule(
+    op: Any, *rules: str, linear_gradient: bool = True, local: Mapping[str, Callable[..., Any]] | None = None
+) -> None:
     """Say how an op of one's own may be split, in place of what autopar finds by running it.
 
-    op: an op of `torch.library` (what `custom_op` returns, `torch.ops.lib.name`, `"lib::name"`) or an
-        `autograd.Function`. rules: lines such as `"x[b.. i], w[o i], +bias[o] -> y[b.. o]"` (`rules.notation`); several
-        for calls with other numbers of tensors or dims. linear_gradient: False if its backward is not linear in the
-        gradient that arrives (a clipped gradient).
+    Args:
+        op: an op of `torch.library` (what `custom_op` returns, `torch.ops.lib.name`, `"lib::name"`) or an
+            `autograd.Function`.
+        rules: lines such as `"x[b.. i], w[o i], +bias[o] -> y[b.. o]"` (`rules.notation`); several for calls with other
+            numbers of tensors or dims.
+        linear_gradient: False if its backward is not linear in the gradient that arrives (a clipped gradient).
+        local: a word of the rules whose parts are not computed apart, and the function that ranks run where it is
+            split: `function(*args, group=...)` on local shards, which lie as the line says, with the process group of
+            the ranks that share the word out. It communicates itself, forward and backward.
 
     Raises:
         RuleError: for an op that is none, or a line that cannot be read.
     """
     key = op_key(op)
+    _register_local(key, rules, dict(local or {}))
     if not rules:
         raise RuleError(f"no rule was given for {target_name(key)}; give a line such as 'x[b i], w[o i] -> y[b o]'")
     _REGISTERED[key] = tuple(map(parse, rules)), linear_gradient
+
+
+def _register_local(key: Any, rules: tuple[str, ...], local: dict[str, Callable[..., Any]]) -> None:
+    name = _local_name(key)
+    _LOCAL.pop(key, None)
+    LOCAL_FUNCTIONS.pop(name, None)
+    if not local:
+        return
+    if not isinstance(key, torch._ops.OpOverload):
+        raise RuleError(f"{target_name(key)} is an autograd.Function; a local function is one of a torch.library op")
+    known = {
+        factor for line in rules for term in (*parse(line).operands, *parse(line).results) for factor in term.factors
+    }
+    if len(local) != 1 or not set(local) <= known:
+        raise RuleError(f"local says {', '.join(local)}: give one word of the rules, of {', '.join(sorted(known))}")
+    (word, function), *_ = local.items()
+    _LOCAL[key], LOCAL_FUNCTIONS[name] = word, function
+
+
+def _local_name(key: Any) -> str:
+    return str(key._schema.name) if isinstance(key, torch._ops.OpOverload) else ""
+
+
+def _localize(node: fx.Node, factor: str) -> Callable[[Local], Call]:
+    """The call on one rank: the user's function where its factor is split."""
+
+    def localize(local: Local) -> Call:
+        target, axes = node.target, local.axes(factor)
+        if not axes or not isinstance(target, torch._ops.OpOverload):
+            return target, node.args, dict(node.kwargs)  # type: ignore[return-value]
+        known = {"op": _local_name(target), "module": defining_module(target), "axes": axes}
+        return own_local, node.args, {**node.kwargs, **known}
+
+    return localize
 
 
 def registered_rule(node: fx.Node) -> Rule | None:
@@ -69,7 +115,13 @@ def registered_rule(node: fx.Node) -> Rule | None:
         flops=flops,
         backward_flops=backward_flops,
         whole_gradient=requires_grad(node) and not linear_gradient,
+        localize=_localize(node, joined) if (joined := names.get(local_word(node) or "")) else None,
     )
+
+
+def local_word(node: fx.Node) -> str | None:
+    """The word that the op's own function joins, None where it has none."""
+    return _LOCAL.get(node.target)
 
 
 def written_for(node: fx.Node) -> tuple[Notation, bool] | None:

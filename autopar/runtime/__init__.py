@@ -23,6 +23,7 @@ from autopar.ops.embedding import embedding
 from autopar.ops.grouped_linear import grouped_linear
 from autopar.ops.mean import mean
 from autopar.ops.noise import noise
+from autopar.ops.own_local import own_local
 from autopar.ops.recompute import again
 from autopar.runtime.checkpoint import Loaded, load, save
 from autopar.runtime.data import DistributedBatchSampler, LocalBatch
@@ -74,6 +75,7 @@ __all__ = [
     "local_slice",
     "mean",
     "noise",
+    "own_local",
     "pad_dim",
     "place_slice",
     "reduce_scatter",

@@ -1,5 +1,7 @@
 """What would one device take for the same step? The same micro-batches, nothing sent: whether parallelism pays."""
 
+from dataclasses import replace
+
 from autopar.errors import InfeasibleError
 from autopar.search.known.baselines import memory_limit
 from autopar.search.planner import make_plan
@@ -8,6 +10,7 @@ from autopar.values.cluster import Cluster, resized
 from autopar.values.gigabytes import gigabytes, least_gigabytes
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
+from autopar.values.pins import NO_PINS
 from autopar.values.train_config import TrainConfig
 
 
@@ -19,7 +22,9 @@ def one_device(captured: CapturedModel, cluster: Cluster, config: TrainConfig) -
     machine = resized(cluster, 1, 1)
     options = SearchOptions(solver="double-recursive", with_baselines=False)
     try:
-        return make_plan(captured, machine, make_mesh((1,)), config, options).estimate.step_seconds
+        return make_plan(
+            captured, machine, make_mesh((1,)), replace(config, pins=NO_PINS), options
+        ).estimate.step_seconds
     except InfeasibleError as error:
         limit = memory_limit(machine, config)
         needs = f"needs {least_gigabytes(error.least_nbytes)} GB of " if error.least_nbytes is not None else "of "
