@@ -89,12 +89,13 @@ class StageWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """The tasks of a step, and for each rank its first action's first task and its last task of all."""
+    """The tasks of a step, the rank of each, and the number of its action, counted through the ranks' orders, or -1."""
 
     tasks: Tasks
     order: PipelineOrder
     lanes: tuple[str, ...]
     rank_of_task: Ints
+    action_of_task: Ints
     describe: Callable[[], list[str]]
 
     def streams(self) -> list[tuple[str, str]]:
@@ -154,6 +155,7 @@ class _Builder:
         self._beside()
         self._after(barrier)
         stream = np.concatenate(self.stream) if self.stream else np.zeros(0, dtype=np.int64)
+        actions = np.repeat(np.arange(len(self.count)), self.count)
         tasks = Tasks(
             num_streams=len(self.order.ranks) * len(self.lanes),
             stream=stream,
@@ -167,6 +169,7 @@ class _Builder:
             order=self.order,
             lanes=self.lanes,
             rank_of_task=stream // len(self.lanes),
+            action_of_task=np.append(actions, np.full(len(stream) - len(actions), -1, dtype=np.int64)),
             describe=self._names,
         )
 

@@ -26,7 +26,7 @@ def ledger(plan: StagePlan, program: Program, pricer: Pricer, sent: Mapping[str,
     step = lower(plan, program, pricer.target, sent or {})
     charges, live = charges_of(step, pricer), Live(step)
     peak = int(np.argmax(np.sum(list(live.bytes.values()), axis=0)))
-    names, words = plan.mesh.names, cache(partial(describe, program))
+    names, words = plan.mesh.names, cache(partial(describe, step.program))
     seconds = _items((c.kind, words(c.name), c.name, c.seconds, tuple(names[a] for a in c.axes)) for c in charges)
     at_peak = (h for h in live.holdings if h.first <= peak <= h.last)
     nbytes = _items((h.kind, words(h.name), h.name, h.nbytes, ()) for h in at_peak)
@@ -34,7 +34,7 @@ def ledger(plan: StagePlan, program: Program, pricer: Pricer, sent: Mapping[str,
     for charge in charges:
         if charge.seconds and charge.axes:
             levels[pricer.slowest_level(charge.axes)] += charge.seconds
-    return Ledger(seconds=seconds, nbytes=nbytes, peak=_moment(live, peak), levels=levels)
+    return Ledger(seconds=seconds, nbytes=nbytes, peak=moment_text(live, peak), levels=levels)
 
 
 def describe(program: Program, name: str) -> str:
@@ -67,7 +67,7 @@ def _items(rows: Iterable[tuple[str, str, str, float, tuple[str, ...]]]) -> tupl
     return tuple(sorted(items, key=lambda item: -item.amount))
 
 
-def _moment(live: Live, number: int) -> str:
+def moment_text(live: Live, number: int) -> str:
     word, call = _pass(live, number)
     if call is None:
         return "the optimizer's step"

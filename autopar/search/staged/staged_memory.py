@@ -244,6 +244,15 @@ def peaks_of_actions(plan: Plan, stages: Sequence[CapturedModel], cluster: Clust
     return [[(action, float(most.sum())) for action, most in of_rank if action] for of_rank in held]
 
 
+def held_over_actions(plan: Plan, stages: Sequence[CapturedModel], cluster: Cluster) -> list[list[Held]]:
+    """What every pipeline rank holds at the peak of each of its actions and between them, in their order.
+
+    cluster: what a stage has.
+    """
+    held = _held(plan, stages, _order(plan), _memories(plan, stages, cluster), with_optimizer=True)
+    return [list(of_rank) for of_rank in held]
+
+
 def _order(plan: Plan) -> PipelineOrder:
     return make_order(plan.schedule, plan.pipeline, plan.microbatches, plan.num_stages // plan.pipeline)
 
