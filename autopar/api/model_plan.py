@@ -24,6 +24,7 @@ from autopar.values.plan_file import SavedPlan, load_saved, saved_from
 
 if TYPE_CHECKING:
     from autopar.api.printed import PrintedDifference, PrintedExplanation
+    from autopar.report.page_data import Pictured
     from autopar.search.timeline.plan_timeline import PlanTimeline
     from autopar.search.timeline.weave import Overlap
 
@@ -192,6 +193,51 @@ class ModelPlan(Plan):
         from autopar.search.explanation.compare import compare
 
         return PrintedDifference(**fields_of(compare(self, other, self.graph, other.graph)))
+
+    def report(
+        self,
+        path: str | Path,
+        *,
+        beside: "ModelPlan | None" = None,
+        cluster: Cluster | None = None,
+        names: tuple[str, str] = ("this plan", "the other"),
+    ) -> None:
+        """Write a page for a browser, one file that needs no network: what the plan decides of each module, each
+        tensor's shards on the mesh, the step and its memory over time, bytes by collective, bound, gap and baselines.
+
+        A plan that was loaded and is not bound to its model shows what its file says, and says what is missing.
+
+        Args:
+            path: the file to write, such as report.html.
+            beside: another plan, which is shown beside this one.
+            cluster: the machine of plans that were loaded from files and whose cluster is no preset.
+            names: what the page calls the two.
+
+        Raises:
+            ArgumentError: if the file cannot be written.
+            PlanMismatchError: if both plans are bound and are for different models.
+            ClusterError: if a plan is bound and its cluster is not known.
+        """
+        from autopar.report.page import write_page
+        from autopar.report.page_data import page_data
+
+        shown = [self._pictured(names[0], cluster)]
+        difference = None
+        if beside is not None:
+            shown.append(beside._pictured(names[1], cluster))
+            if self.captured is not None and beside.captured is not None:
+                difference = self.diff(beside)
+        write_page(page_data(shown, difference), path)
+
+    def _pictured(self, name: str, cluster: Cluster | None) -> "Pictured":
+        from autopar.report.page_data import Pictured
+        from autopar.search.explanation.picture import picture_step
+
+        if self.captured is None:
+            return Pictured(name=name, plan=self, machine=cluster or self.machine)
+        machine = self._machine(cluster)
+        picture = picture_step(self, self.parts, machine)
+        return Pictured(name=name, plan=self, stages=self.parts, picture=picture, machine=machine)
 
     def timeline(self, *, overlap: "Overlap | None" = None, cluster: Cluster | None = None) -> "PlanTimeline":
         """When everything in a step runs: its seconds, and with `.save("step.json")` a trace for ui.perfetto.dev.

@@ -4,7 +4,7 @@ The model is captured again, without memory for its parameters. A plan's file ma
 person says `--trust`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,8 +59,10 @@ def source_of(saved: "ModelPlan", path: Path, given: Given) -> dict[str, Any]:
     )
 
 
-def reloaded(path: Path, given: Given, device: str) -> "ModelPlan":
+def reloaded(path: Path, given: Given, device: str, alike: Sequence["ModelPlan"] = ()) -> "ModelPlan":
     """A saved plan with the graph of its model, which a person names or trusts the file to name.
+
+    alike: plans whose graph it takes if it is for the same.
 
     Raises:
         PlanMismatchError: if nobody does, or the model is another now.
@@ -70,6 +72,9 @@ def reloaded(path: Path, given: Given, device: str) -> "ModelPlan":
     from autopar.values.calls import Call
 
     saved = load_plan(path)
+    for other in alike:
+        if (saved.fingerprint, saved.microbatches) == (other.fingerprint, other.microbatches):
+            return replace(saved, captured=other.captured).legal()
     source = source_of(saved, path, given)
     loaded = load_model(**source, device=device)
     bound = saved.bind(loaded.model, inputs=Call(args=loaded.args, kwargs=loaded.kwargs))
@@ -104,17 +109,46 @@ def compared(first: Path, second: Path, given: Given, tell: Callable[[str], None
     Raises:
         PlanMismatchError: if they are for different models, or nobody says for which.
     """
-    from autopar.api.model_plan import load_plan
-
     tell(f"capturing the model of {first}")
     left = reloaded(first, given, "meta")
-    right = load_plan(second)
-    if (right.fingerprint, right.microbatches) == (left.fingerprint, left.microbatches):
-        right = replace(right, captured=left.captured).legal()
-    else:
-        tell(f"capturing the model of {second}")
-        right = reloaded(second, given, "meta")
+    tell(f"capturing the model of {second}")
+    right = reloaded(second, given, "meta", alike=(left,))
     return left.diff(right)
+
+
+def reported(
+    path: Path,
+    beside: Path | None,
+    out: Path,
+    cluster: str | None,
+    given: Given,
+    tell: Callable[[str], None],
+) -> None:
+    """Write a page about a saved plan, and about another beside it. Where nobody names the model, and the file is not
+    trusted to, it shows what the files say.
+
+    Raises:
+        ArgumentError: if the page cannot be written.
+        ClusterError: if a model is named, and the plan's cluster is not known by its name, and no `cluster` is given.
+        PlanMismatchError: if the plans are for different models, or their models are others now.
+    """
+    from autopar.api.model_plan import ModelPlan, load_plan
+
+    is_known = given.trust or given.spec is not None
+    machine = load_cluster(cluster) if cluster is not None else None
+    plans = list[ModelPlan]()
+    for file in (path, beside):
+        if file is None:
+            continue
+        if is_known:
+            tell(f"capturing the model of {file}")
+            plans.append(reloaded(file, given, "meta", alike=plans))
+            machine = machine_of(plans[-1], cluster, f"give --cluster for {file}") if machine is None else machine
+        else:
+            plans.append(load_plan(file))
+    tell("drawing")
+    names = (path.name, beside.name if beside is not None and beside.name != path.name else str(beside))
+    plans[0].report(out, beside=plans[1] if beside is not None else None, cluster=machine, names=names)
 
 
 def machine_of(plan: "ModelPlan", cluster: str | None, remedy: str) -> Cluster:

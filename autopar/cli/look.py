@@ -1,4 +1,4 @@
-"""`autopar explain` and `autopar diff`: a saved plan, looked at."""
+"""`autopar explain`, `autopar diff` and `autopar report`: a saved plan, looked at."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from autopar.cli.ending import console_of, one_answer
-from autopar.cli.explain import Given, compared, explained
+from autopar.cli.explain import Given, compared, explained, reported
 from autopar.cli.options import check_options, overrides
-from autopar.cli.parameters import FILE, SEARCH, Json, ModelOf, PlanFile, Set, Trace, Trust, option
+from autopar.cli.parameters import FILE, OUTPUT, SEARCH, Json, ModelOf, PlanFile, Set, Trace, Trust, option
 from autopar.cli.progress import ProgressLine
 
 
@@ -49,3 +49,26 @@ def diff(
         answer.update(difference.to_json())
     if not as_json:
         console.print(str(difference), highlight=False, markup=False, soft_wrap=True)
+
+
+def report(
+    plan: PlanFile,
+    out: Annotated[
+        Path | None, option(OUTPUT, "--out", "-o", help="the page to write; by default the plan's name with .html")
+    ] = None,
+    beside: Annotated[Path | None, option(FILE, help="another plan.json of the same model, shown beside")] = None,
+    cluster: Annotated[str | None, option(FILE, help="the plan's cluster file, if it is no preset")] = None,
+    model: ModelOf = None,
+    trust: Trust = False,
+    set_: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Write a page for a browser: the model, its shards, the step and its memory over time, bytes, bound, baselines."""
+    console = console_of(as_json)
+    with one_answer(as_json) as answer, ProgressLine(console) as tell:
+        written = plan.with_suffix(".html") if out is None else out
+        given = Given(spec=model, trust=trust, overrides=overrides(set_))
+        reported(plan, beside, written, cluster, given, tell)
+        answer.update(out=str(written), nbytes=written.stat().st_size)
+    if not as_json:
+        console.print(f"written to {written}", highlight=False, markup=False, soft_wrap=True)

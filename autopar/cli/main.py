@@ -14,7 +14,7 @@ from autopar.cli.calibrate import calibrate
 from autopar.cli.check import verify
 from autopar.cli.ending import DEBUG, console_of, ended, one_answer
 from autopar.cli.explain import Given, reloaded
-from autopar.cli.look import diff, explain
+from autopar.cli.look import diff, explain, report
 from autopar.cli.options import check_options, number_or_auto, overrides, pins_from
 from autopar.cli.parameters import (
     OUTPUT,
@@ -102,6 +102,7 @@ def plan(
     no_baselines: Annotated[bool, option(SEARCH, "--no-baselines", help="do not price the named baselines")] = False,
     out: Annotated[Path | None, option(OUTPUT, help="export into this folder too; a name.json: the plan alone")] = None,
     trace: Trace = None,
+    page: Annotated[Path | None, option(OUTPUT, "--report", help="write a page for a browser here")] = None,
     overlap: Annotated[
         bool, option(SEARCH, "--overlap", help="rank the best plans, and draw, with collectives beside compute")
     ] = False,
@@ -153,13 +154,16 @@ def plan(
             write_plan(made, out)
         if trace is not None:
             made.timeline(overlap=beside).save(trace)
+        if page is not None:
+            tell("drawing")
+            made.report(page, names=(made.origin, ""))
         if as_json:
             answer.update(json.loads(made.to_json()))
     if not as_json:
         from autopar.report.plan_text import print_plan
 
         print_plan(made, made.locals, made.machine, console)
-        if written := [str(path) for path in (out, trace) if path is not None]:
+        if written := [str(path) for path in (out, trace, page) if path is not None]:
             console.print(f"written to {' and '.join(written)}", highlight=False)
 
 
@@ -230,7 +234,7 @@ def export(
 
 COMMANDS: Mapping[str, tuple[Callable[..., None], ...]] = {
     "Decide": (plan, simulate),
-    "Look at a plan": (explain, diff),
+    "Look at a plan": (explain, diff, report),
     "Check": (verify, calibrate),
     "Run": (export,),
 }

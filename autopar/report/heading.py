@@ -39,9 +39,14 @@ def heading(plan: Plan, machine: Cluster | None, locals_: Sequence[LocalModel] =
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, min_width=LABEL)
     grid.add_column(overflow="fold")
-    for label, text in (*_answers(plan, machine, locals_), *_how_found(plan), *_keys(plan)):
+    for label, text in heading_rows(plan, machine, locals_):
         grid.add_row(label, text)
     return Group(Text(_title(plan, locals_)), grid, Text(""))
+
+
+def heading_rows(plan: Plan, machine: Cluster | None, locals_: Sequence[LocalModel] = ()) -> list[Row]:
+    """The labelled lines: a line without a label goes on with the one before."""
+    return [*_answers(plan, machine, locals_), *_how_found(plan), *_keys(plan)]
 
 
 def _title(plan: Plan, locals_: Sequence[LocalModel]) -> str:

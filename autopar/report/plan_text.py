@@ -48,7 +48,7 @@ def render(plan: Plan, locals_: Sequence[LocalModel], machine: Cluster | None = 
 
     Without them (a plan just loaded) the tables of operations are left out, and of several stages those of each are.
     """
-    known = machine or _known(plan.cluster)
+    known = machine or known_cluster(plan.cluster)
     parts: list[RenderableType] = [heading(plan, known, locals_)]
     if plan.num_stages > 1:
         parts.append(stages_table(plan, [local.captured for local in locals_]))
@@ -77,7 +77,8 @@ def _operations(plan: StagePlan, local: LocalModel, machine: Cluster | None) -> 
     ]
 
 
-def _known(cluster: str) -> Cluster | None:
+def known_cluster(cluster: str) -> Cluster | None:
+    """The preset of that name, None if there is none."""
     try:
         return load_preset(cluster)
     except ClusterError:

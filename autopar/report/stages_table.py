@@ -21,7 +21,7 @@ def stages_table(plan: Plan, stages: Sequence[CapturedModel]) -> Table:
         first = plan.stage_rank(number) * plan.mesh.size
         table.add_row(
             str(number),
-            _blocks(stages[number]) if stages else "",
+            stage_blocks(stages[number]) if stages else "",
             f"{first}-{first + plan.mesh.size - 1}",
             seconds_text(cost.seconds) if cost else "",
             seconds_text(cost.once) if cost else "",
@@ -30,6 +30,6 @@ def stages_table(plan: Plan, stages: Sequence[CapturedModel]) -> Table:
     return table
 
 
-def _blocks(stage: CapturedModel) -> str:
-    """Of what is trained in a stage."""
+def stage_blocks(stage: CapturedModel) -> str:
+    """The blocks of what is trained in a stage."""
     return blocks_text(n.meta["module"] for n in stage.graph.nodes if n.op == "call_function" and requires_grad(n))
