@@ -4,12 +4,14 @@ import json
 import random
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from autopar.errors import ImpossiblePinError, PinError, PlanFileError
+import autopar
+from autopar.errors import ImpossiblePinError, PinError, PlanFileError, PlanMismatchError
 from autopar.lower.pinned import find_pinned, violations
 from autopar.lower.program import Program
 from autopar.search.costs.folding import fold_program
@@ -18,7 +20,8 @@ from autopar.search.known.baselines import make_baseline
 from autopar.search.planner import make_plan, plan_program
 from autopar.search.search_options import SearchOptions
 from autopar.values.mesh import make_mesh
-from autopar.values.pins import pins_of
+from autopar.values.pins import joined, parse_pin, pins_of
+from autopar.values.pins_file import load_pins
 from autopar.values.plan import one_stage
 from autopar.values.plan_file import plan_from_json
 from autopar.values.stage_plan import StagePlan
@@ -64,7 +67,7 @@ def test_random_pins_are_honoured_with_a_bound_at_a_cost_of_zero_or_more(family:
         plan = plan_program(program, own, OPTIONS)
         assert broken(plan, program) == [], pins.texts
         assert plan.estimate.in_turn_seconds * (1 - GAP) <= plan.estimate.bound
-        for text, config in lifted_pins(own.config):
+        for text, config in [*lifted_pins(own.config)][-2:]:
             without = plan_program(program, pinned_pricer(pricer, config.pins), OPTIONS)
             assert without.estimate.bound <= plan.estimate.in_turn_seconds, text
 
@@ -120,6 +123,16 @@ def test_recompute_is_as_pinned_whether_memory_binds_or_not(pins: dict[str, Any]
     plan = make_plan(graph, machine(), make_mesh((2, 2)), config, replace(OPTIONS, relative_gap=0.05))
     modules = {op.module.rpartition("layers.")[2][:1] for op in program.ops if op.name in plan.recompute}
     assert modules == ({"0"} if words == "run" else set()) and not (words == "keeps" and plan.remade)
+
+
+def test_a_technique_that_is_demanded_is_done_wherever_it_can_be() -> None:
+    """Megatron's sequence parallelism: norms by sequence, on whatever axis; and sharded parameters, gathered."""
+    program = program_of("llama")
+    plan = planned({"demand": ["sequence parallel", "fsdp"]})
+    norms = [op for op in program.ops if op.parameters and op.module.endswith("norm")]
+    assert norms and all("dim1" in plan.choices[op.name] for op in norms)
+    assert set(plan.lifetimes.values()) <= {"use", "microbatch", "always"}
+    assert all("S" in str(plan.layouts[spec.placeholder]) for spec in program.captured.parameters)
 
 
 def test_the_double_recursion_honours_pins() -> None:
@@ -178,6 +191,58 @@ def test_micro_batches_keep_lifetimes() -> None:
 def test_what_cannot_be_is_said_with_what_is_near(pins: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         planned(pins)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {**MEGATRON, "forbid": ["recompute"], "demand": ["data parallel"]},
+        {"op:model.layers.0-3.*": {"recompute": False, "data": ["shard(0)", "partial"]}, "input:x": "replicate"},
+    ],
+    ids=["words", "kinds"],
+)
+def test_a_pin_in_words_is_the_pin(given: dict[str, Any]) -> None:
+    """What is printed may be given again: `--pin` reads it."""
+    pins = pins_of(given)
+    assert joined(map(parse_pin, pins.texts)) == pins
+
+
+@pytest.mark.parametrize(
+    "text", ["heads", "*.attn.*: ", ": model=heads", "*: model=heads, model=rows", "*: recompute=2"]
+)
+def test_what_is_no_line_says_how_one_is_written(text: str) -> None:
+    with pytest.raises(PinError, match=r"form PATTERN: AXIS=WORD|says two things|recompute is true or false"):
+        parse_pin(text)
+
+
+def test_files_say_what_python_says(tmp_path: Path) -> None:
+    given = {"*.attn.*": {"model": "heads", "recompute": False}, "*embed*": "replicate", "forbid": ["fsdp"]}
+    lines = ['forbid = ["fsdp"]', "[pins]", '"*.attn.*" = { model = "heads", recompute = false }']
+    (tmp_path / "pins.toml").write_text("\n".join([*lines, '"*embed*" = "replicate"']))
+    body = {"pins": {name: given[name] for name in ("*.attn.*", "*embed*")}, "forbid": ["fsdp"]}
+    (tmp_path / "pins.json").write_text(json.dumps(body))
+    assert load_pins(tmp_path / "pins.toml") == load_pins(tmp_path / "pins.json") == pins_of(given)
+    for text, message in (("pins = 1", "pins: expected"), ("pin = {}", "unknown key"), ("[pins", "no TOML")):
+        (tmp_path / "pins.toml").write_text(text)
+        with pytest.raises(PinError, match=message):
+            load_pins(tmp_path / "pins.toml")
+
+
+def test_stages_honour_pins_and_say_what_they_cost() -> None:
+    """Of the search of two stages, whose blocks are pinned otherwise."""
+    pins = {"*.self_attn.*": {"data": "heads"}, "model.layers.1": {"recompute": True}}
+    model, kwargs = zoo("llama")
+    asked: dict[str, Any] = {"mesh": "2", "pipeline": 2, "microbatches": 2, "check": False, "with_baselines": False}
+    plan = autopar.plan(model, kwargs=kwargs, cluster=machine(), pins=pins, **asked)
+    assert plan.num_stages == 2 and plan.broken_pins() == []
+    assert not plan.stages[0].recompute and plan.stages[1].recompute
+    never = replace(plan.config, pins=pins_of({"model.layers.1": {"recompute": False}}))
+    with pytest.raises(PlanMismatchError, match="does not honour the pins that it records"):
+        replace(plan, config=never).legal()
+    with pytest.raises(PinError, match="pins demand a pipeline"):
+        autopar.plan(model, kwargs=kwargs, cluster=machine(), pins={"demand": ["pipeline"]}, mesh="4", check=False)
+    with pytest.raises(PinError, match="no mesh that is searched has modle"):
+        autopar.plan(model, kwargs=kwargs, cluster=machine(), pins={"*": {"modle": "batch"}}, mesh="auto", check=False)
 
 
 def test_heads_that_do_not_divide_say_what_there_is() -> None:

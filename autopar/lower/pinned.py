@@ -257,8 +257,7 @@ class _Finder:
             asked = 0
             for op in self.program.ops:
                 split = _split_by(op, FACTORS_OF[technique], self.words)
-                is_main = op.parameters or op.rule.product is not None or op.rule.is_attention
-                if split and is_main and any(op.result_grads):
+                if split and any(op.result_grads) and _is_meant(op, technique):
                     asked += 1
                     decision = Allowance(line=line, on=EVERY, allowed=split)
                     self._add(self.found.somewhere, op.name, decision, is_line=False)
@@ -273,6 +272,15 @@ class _Finder:
                         self.found.sharded[name] = line
         elif technique == "recompute":
             self._recompute(line, True, (op.name for op in self.program.ops), is_line=False)
+
+
+def _is_meant(op: Op, technique: str) -> bool:
+    """Whether a technique is demanded of an op that can be split so: of those that read parameters and of products; of
+    the sequence, as Megatron-LM has it, of what lies between these (norms)."""
+    is_product = op.rule.product is not None or op.rule.is_attention
+    if technique == "sequence parallel":
+        return bool(op.parameters) and not is_product and not op.rule.looked_up
+    return bool(op.parameters) or is_product
 
 
 def _split_by(op: Op, words: Iterable[str], known: Mapping[str, Mapping[str, str]]) -> frozenset[str]:

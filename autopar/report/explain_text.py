@@ -1,6 +1,7 @@
 """An explanation as text of 120 columns: what binds, what a change would buy, what was near, where all goes."""
 
 import io
+import shlex
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -70,6 +71,7 @@ def _check(explanation: Explanation) -> str:
     options |= {"--mesh": ",".join(f"{a}={n}" for a, n in zip(plan.mesh.names, plan.mesh.shape, strict=True))}
     options |= {"--microbatches": plan.microbatches, "--memory-gb": f"{explanation.limit / 1e9 + 1:.6g}"}
     said = [f"{name} {value}" for name, value in options.items() if value is not None]
+    said += [f"--pin {shlex.quote(text)}" for text in plan.config.pins.texts]
     said += [f"--set {key}={value}" for key, value in source.get("overrides", {}).items()]
     return f"autopar plan {source['spec']} {' '.join(said)}"
 

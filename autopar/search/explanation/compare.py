@@ -147,6 +147,7 @@ def _facts(left: Plan, right: Plan) -> dict[str, tuple[str, str]]:
         "micro-batches": (str(left.microbatches), str(right.microbatches)),
         "optimizer": (left.config.optimizer, right.config.optimizer),
         "precision": (left.config.dtypes, right.config.dtypes),
+        "pins": ("; ".join(left.config.pins.texts), "; ".join(right.config.pins.texts)),
         "memory limit": (limit(left), limit(right)),
         "buckets": (_buckets(left), _buckets(right)),
         "shapes": (left.fingerprint, right.fingerprint) if left.microbatches == right.microbatches else ("", ""),
