@@ -25,10 +25,11 @@ from autopar.api.arguments import checked_numbers
 from autopar.api.captures import values_of
 from autopar.api.distributed_tree import ITSELF, MODULE, OWN, become, follow, hold, itself, take_over
 from autopar.api.model_plan import ModelPlan, plan_from_text
-from autopar.api.planning import check_choice, plan
+from autopar.api.planning import check_choice, distribute, plan
 from autopar.errors import ArgumentError, AutoparError, BatchError, OptimizerError, RankError
 from autopar.values.calls import Call, call_of
 from autopar.values.cluster import Cluster, load_cluster, resized
+from autopar.values.plan import Plan
 from autopar.values.train_config import NUM_STATES
 
 Model = TypeVar("Model")
@@ -87,6 +88,29 @@ def auto_parallel(target: Any = None, *, cluster: Any, **options: Any) -> Any:
     return (lambda it: _decorated(it, settings)) if target is None else _decorated(target, settings)
 
 
+def distribute_in_place(model: nn.Module, plan: Plan, **options: Any) -> nn.Module:
+    """Let `model` itself become the module that trains it under `plan`, and keep its class and attributes.
+
+    For loops that ask a model for more than calls and parameters.
+
+    Args:
+        model: as for `autopar.distribute`. One that is distributed is given back as it is.
+        plan: from `autopar.plan` or `autopar.load_plan`.
+        options: those of `autopar.distribute`.
+
+    Raises:
+        ArgumentError: if the model has methods of the names that a decorated model gains.
+        Everything that `autopar.distribute` raises.
+    """
+    if MODULE in vars(model):
+        return model
+    _decorated(model, Settings(options={"cluster": plan.cluster}))
+    with itself(model):
+        module = distribute(model, plan, **options)
+    become(model, module)
+    return model
+
+
 def _decorated(target: Any, settings: Settings) -> Any:
     if isinstance(target, type) and issubclass(target, nn.Module):
         _equip(target, settings)
@@ -125,11 +149,12 @@ def _equip(cls: Any, settings: Settings) -> None:
 
     def train_step_method(self: nn.Module, batch: Any) -> Tensor:
         """Forward and backward of the global batch; its loss."""
-        if not _is_launched():
+        module = self.__dict__.get(MODULE)
+        if module is None and not _is_launched():
             raise ArgumentError(
                 "train_step works in processes that torchrun started; here call the model and loss.backward()"
             )
-        module = self.__dict__.get(MODULE) or _distribute(self, call_of(batch), settings)
+        module = module or _distribute(self, call_of(batch), settings)
         follow(self)
         loss: Tensor = module.train_step(batch)  # type: ignore[operator]
         return loss
