@@ -18,7 +18,7 @@ test: $(INSTALLED)
 # Installs the frameworks, some hundred MB, and trains under each. CI does not run it.
 integrations: $(INSTALLED)
 	@$(PIP) install -c constraints.txt -e '.[integrations]'
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/integrations
+	@OMP_NUM_THREADS=1 AUTOPAR_INTEGRATIONS=1 $(BIN)/python -m pytest -q tests/integrations
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

@@ -8,7 +8,9 @@ import pytest
 from autopar.errors import AutoparError, MissingPackageError
 
 
-@pytest.mark.parametrize(("module", "package"), [("lightning", "lightning"), ("spmd", "spmd_types")])
+@pytest.mark.parametrize(
+    ("module", "package"), [("accelerate", "accelerate"), ("lightning", "lightning"), ("spmd", "spmd_types")]
+)
 def test_what_to_install_is_said(module: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"autopar.integrations.{module}"
     monkeypatch.delitem(sys.modules, name, raising=False)

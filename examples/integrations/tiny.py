@@ -107,7 +107,7 @@ def on_ranks(world: int, module: str, *arguments: str, timeout_seconds: float = 
     )
     if done.returncode:
         raise RuntimeError(f"{module} on {world} ranks ended with {done.returncode}:\n{done.stderr[-6000:]}")
-    return (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    return (json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"'))
 
 
 def compare(one: list[float], other: list[float], names: tuple[str, str]) -> bool:

@@ -2,10 +2,13 @@
 
 import importlib
 import importlib.util
+import os
 
 import pytest
 
 NEEDED = {
+    "accelerate_loop": ("accelerate", "accelerate is not installed: pip install 'autopar[integrations]'"),
+    "trainer_loop": ("accelerate", "accelerate is not installed: pip install 'autopar[integrations]'"),
     "lightning_loop": ("lightning", "lightning is not installed: pip install 'autopar[integrations]'"),
     "torchtitan_loop": (
         "torchtitan",
@@ -15,6 +18,7 @@ NEEDED = {
 }
 
 
+@pytest.mark.skipif("AUTOPAR_INTEGRATIONS" not in os.environ, reason="takes minutes: make integrations")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", sorted(NEEDED))
