@@ -134,7 +134,7 @@ class AutoparStrategy(ParallelStrategy):  # type: ignore[misc]
                 f"Trainer(precision=...) asks for {type(plugin).__name__}, which casts beside the plan; leave "
                 "precision out of the Trainer and plan with precision='bf16-mixed', 'bf16' or 'fp64'"
             )
-        self._precision_plugin = PlannedPrecision(self)
+        self._precision_plugin = None if plugin is None else PlannedPrecision(self)
 
     def set_world_ranks(self) -> None:
         """Called by Lightning as soon as it knows the environment."""

@@ -31,6 +31,8 @@ from autopar.runtime.parameters import local_part, padded_part, register_under, 
 from autopar.runtime.private_torch import local_tensor
 from autopar.runtime.state import first_ranks_value, without_value
 from autopar.search.following import following_plan
+from autopar.values.binding import as_planned
+from autopar.values.calls import Call
 from autopar.values.graph import CapturedModel, InputSpec, is_random
 from autopar.values.inputs import bind_inputs
 from autopar.values.local_model import LocalModel
@@ -44,11 +46,13 @@ class PlacedGraph:
 
     returned: what is around the tensors that the last stage returns; None of a stage that sends on.
     rows: mesh axes over which the rows of a batch are dealt out.
+    call: how the model is called, on the rows of all ranks.
     """
 
     local: LocalModel
     returned: Returned | None
     rows: tuple[str, ...]
+    call: Call
 
 
 def placed_graphs(plan: ModelPlan, model: nn.Module, num_rows: int) -> tuple[PlacedGraph, ...]:
@@ -110,7 +114,7 @@ def placed_graphs(plan: ModelPlan, model: nn.Module, num_rows: int) -> tuple[Pla
             stage = replace_ends(stage)
         local = emit(stage, plans[number], sent)
         is_last = number + 1 == len(stages)
-        made.append(PlacedGraph(local=local, returned=returned if is_last else None, rows=rows))
+        made.append(PlacedGraph(local=local, returned=returned if is_last else None, rows=rows, call=own))
     return tuple(made)
 
 
@@ -198,7 +202,8 @@ class PlacedModule(nn.Module):
         what it receives.
 
         Raises:
-            BatchError: for other rows than were planned.
+            BatchError: for other rows or inputs than were planned.
+            ArgumentError: if the model does not take the arguments.
         """
         captured, plan = self.placed.local.captured, self.placed.local.plan
         values: dict[str, Tensor] = dict(self._constants)
@@ -207,7 +212,10 @@ class PlacedModule(nn.Module):
             if captured.received:
                 values.update(zip(captured.received, args, strict=True))
             else:
-                bound = bind_inputs(given, args, kwargs)
+                own_args, own_kwargs = as_planned(
+                    self._model[0].forward, self.placed.call, args, kwargs, has_loss_fn=False
+                )
+                bound = bind_inputs(given, own_args, own_kwargs)
                 values.update({spec.placeholder: self._taken(spec, bound[spec.placeholder]) for spec in given})
             for spec in captured.parameters:
                 values[spec.placeholder] = _local(self._held(spec.names[0])).to(spec.dtype)

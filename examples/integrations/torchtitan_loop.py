@@ -2,10 +2,11 @@
 
     python -m examples.integrations.torchtitan_loop
 
-One process trains six steps. Four Gloo ranks train three under a plan (data and tensor parallel) and save by
-`torch.distributed.checkpoint`, as torchtitan's checkpointer does; two ranks resume under a plan of their own (sharded
-parameters) and train three more. The step is torchtitan's own `GraphTrainer.train_step`: it traces forward, loss and
-backward with make_fx, clips, and updates. torchtitan's Trainer starts on GPUs only, so its parts are put together here.
+The model is torchtitan's Llama 3 for debugging. One process trains six steps. Four Gloo ranks train three under a plan
+(data and tensor parallel) and save by `torch.distributed.checkpoint`, as torchtitan's checkpointer does; two ranks
+resume under a plan of their own (sharded parameters) and train three more. The step is torchtitan's own
+`GraphTrainer.train_step`: it traces forward, loss and backward with make_fx, clips, and updates. torchtitan's Trainer
+starts on GPUs only, so its parts are put together here.
 """
 
 import os
@@ -26,6 +27,7 @@ from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import get_spmd_context
 from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig
+from torchtitan.experiments.graph_trainer.llama3 import model_registry
 from torchtitan.experiments.graph_trainer.trainer import GraphTrainer
 
 import autopar
@@ -33,31 +35,41 @@ from autopar.integrations.torchtitan import parallelize_fn
 from autopar.runtime import init
 from examples.integrations.tiny import (
     GLOBAL_BATCH,
-    LEARNING_RATE,
+    SEQUENCE,
     STEPS_AN_EPOCH,
-    Tiny,
     Words,
     compare,
-    loss_fn,
     on_ranks,
-    planned,
     say,
 )
 
 DEGREES = {1: (1, 1), 2: (2, 1), 4: (2, 2)}
 """Data and tensor parallel degree by number of ranks."""
 CLIP = 0.5
+LEARNING_RATE = 1e-3  # at ten times that the first steps of AdamW, by signs of gradients, carry rounding to 1e-5
 torchtitan.distributed.parallel_dims.device_type = "cpu"  # torchtitan takes a machine without a GPU for one with
 
 
-class TinyTitan(Tiny):
-    """As torchtitan builds it: on the meta device, with values later."""
+def model_spec() -> Any:
+    """torchtitan's own Llama 3 for debugging, two layers of it."""
+    spec = model_registry("debugmodel", attn_backend="sdpa")
+    spec.model.layers = spec.model.layers[:2]
+    return spec
 
-    def init_weights(self, buffer_device: Any = None) -> None:
-        torch.manual_seed(0)
-        for part in self.modules():
-            if hasattr(part, "reset_parameters"):
-                part.reset_parameters()
+
+def loss_fn(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """What is planned for: torchtitan's loss, of all ranks' rows."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+
+
+def planned(world: int) -> autopar.ModelPlan:
+    """Four ranks split the batch in two, and heads, columns and words in two; two ranks share parameters out."""
+    with torch.device("meta"):
+        model = model_spec().model.build()
+        tokens = torch.zeros(GLOBAL_BATCH, SEQUENCE, dtype=torch.int64)
+    how = {4: "megatron:tp=2", 2: "fsdp"}[world]
+    inputs = {"tokens": tokens, "labels": tokens}
+    return autopar.plan(model, inputs, cluster=f"{world}xcpu", baseline=how, loss_fn=loss_fn)
 
 
 def batches(rank: int, degree: int, first: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
@@ -99,14 +111,15 @@ def worker(plan_file: str, steps: str, folder: str, resume: str) -> None:
         dp_replicate=1, dp_shard=data, cp=1, tp=tensor, pp=1, ep=1, world_size=world, spmd_backend="partial_dtensor"
     )
     dims.build_mesh()
+    spec = model_spec()
     with torch.device("meta"):
-        model: nn.Module = TinyTitan()
+        model: nn.Module = spec.model.build()
     if plan_file != "none":
         training = SimpleNamespace(mixed_precision_param="float32")
-        model = parallelize_fn(autopar.load_plan(Path(plan_file)), loss_fn=loss_fn)(
-            model, parallel_dims=dims, training=training
-        )
+        spec.parallelize_fn = parallelize_fn(autopar.load_plan(Path(plan_file)), loss_fn=loss_fn)
+        model = spec.parallelize_fn(model, parallel_dims=dims, training=training)
     model.to_empty(device="cpu")
+    torch.manual_seed(0)
     with torch.no_grad():
         model.init_weights(buffer_device=None)
     model.train()

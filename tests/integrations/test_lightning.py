@@ -16,9 +16,11 @@ from tests.process_group import run_apart
 pytest.importorskip("lightning", reason="lightning is not installed: pip install 'autopar[integrations]'")
 
 import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from autopar.integrations.lightning import AutoparStrategy
+from autopar.runtime import latest
 
 ARGUMENTS = dict(
     accelerator="cpu",
@@ -106,6 +108,78 @@ def test_losses_clipping_and_accumulation_are_those_of_lightning_alone(kind: str
         assert told[0] == pytest.approx(alone, abs=1e-6)
         seen |= set(told[1])
     assert seen == names
+
+
+def saved_and_resumed(tell: Any, plan: str, devices: int, folder: str) -> None:
+    """Losses and validation of a run that saves, of one that resumes, and what else a checkpoint is for."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "test"
+    warnings.simplefilter("ignore")
+
+    def trainer(**more: Any) -> Any:
+        strategy = AutoparStrategy(autopar.load_plan(Path(plan)), loss_fn=cases.loss_fn)
+        return L.Trainer(**(ARGUMENTS | {"strategy": strategy, "devices": devices} | more))
+
+    first = trainer(
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(dirpath=folder, filename="kept", save_last=True, every_n_train_steps=2)],
+        max_epochs=2,
+    )
+    whole = Validated()
+    first.fit(whole)
+    first.save_checkpoint(f"{folder}/again.ckpt")
+    first.save_checkpoint(f"{folder}/again.ckpt")
+    first.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+    found: dict[str, Any] = {"whole": whole.losses, "last step": latest(f"{folder}/last.ckpt")}
+    other = Validated()
+    found["validated"] = trainer().validate(other, ckpt_path=f"{folder}/weights.ckpt", verbose=False)[0]["value"]
+    found["counted"] = int(other.count)
+    resumed = Validated()
+    trainer(max_epochs=3).fit(resumed, ckpt_path=f"{folder}/last.ckpt")
+    found["resumed"] = resumed.losses
+    predicted = trainer().predict(resumed, DataLoader(cases.Words(1), batch_size=5))
+    found["predicted"] = [tuple(one.shape) for one in predicted]
+    first.strategy.remove_checkpoint(f"{folder}/again.ckpt")
+    first.strategy.barrier()
+    found["files"] = sorted(file.name for file in Path(folder).iterdir())
+    tell(found)
+
+
+class Validated(Lit):
+    """With a buffer beside the part, shuffled rows, and validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.count += 1
+        return super().training_step(batch, index)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(cases.Words(4), batch_size=cases.GLOBAL_BATCH, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(cases.Words(1, seed=3), batch_size=5)
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("value", cases.loss_of(self.model(batch[0]), batch[1]), sync_dist=True, batch_size=len(batch[0]))
+
+    def predict_step(self, batch: Any, index: int) -> Any:
+        return self.model(batch[0])
+
+
+def test_checkpoints_are_those_that_lightning_users_expect(tmp_path: Path) -> None:
+    plan = autopar.plan(cases.tiny(), cases.example_batch(), cluster="2xcpu", baseline="fsdp", loss_fn=cases.loss_fn)
+    plan.save(tmp_path / "plan.json")
+    folder = tmp_path / "saved"
+    results = run_apart(2, saved_and_resumed, str(tmp_path / "plan.json"), 2, str(folder))
+    for code, found in results:
+        assert code == 0
+        assert found == results[0][1]
+        assert len(found["whole"]) == 8 and len(found["resumed"]) == 4 and found["last step"] == 8
+        assert found["counted"] == 8 and found["validated"] > 0
+        assert found["predicted"] == [(5, cases.SEQUENCE, cases.WORDS), (3, cases.SEQUENCE, cases.WORDS)]
+        assert {"last.ckpt", "weights.ckpt"} <= set(found["files"]) and "again.ckpt" not in found["files"]
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice
