@@ -85,6 +85,11 @@ def test_stages_are_drawn_rank_by_rank(schedule: str, stages: int) -> None:
     assert page.timeline.seconds == pytest.approx(estimate.step_seconds, rel=1e-9)
     assert {track.rank for track in page.timeline.tracks} == {0, 1}
     assert [part.name for part in page.tree.parts] == [f"stage {n}" for n in range(stages)]
+    for part, ledger in zip(page.tree.parts, plan._pictured("", None).picture.ledgers, strict=True):
+        assert part.computed + part.communicated == pytest.approx(sum(item.amount for item in ledger.seconds))
+        assert part.nbytes == pytest.approx(sum(item.amount for item in ledger.nbytes))
+        assert max(below.nbytes for below in part.parts) <= part.nbytes
+    assert page.tree.nbytes == pytest.approx(sum(part.nbytes for part in page.tree.parts))
     peaks = [sum(values[curve.peak] for values in curve.kinds.values()) for curve in page.held]
     assert max(peaks) == pytest.approx(estimate.peak_nbytes, rel=1e-9)
     for curve in page.held:

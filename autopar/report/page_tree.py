@@ -73,7 +73,8 @@ def model_tree(
         roots[0].name = plan.model
         return roots[0]
     whole = TreePart(name=plan.model, kind="module", parts=roots)
-    return _summed(whole)
+    _count_in(whole)
+    return whole
 
 
 def tensors_of_file(plan: Plan, cuts: Cuts) -> TreePart:
@@ -215,10 +216,15 @@ def _summed(part: TreePart) -> TreePart:
     """With what is below a module counted into it."""
     for below in part.parts:
         _summed(below)
-        part.computed += below.computed
-        part.communicated += below.communicated
-        part.nbytes += below.nbytes
+    _count_in(part)
     return part
+
+
+def _count_in(part: TreePart) -> None:
+    """Count into a part what is right below it."""
+    part.computed += sum(below.computed for below in part.parts)
+    part.communicated += sum(below.communicated for below in part.parts)
+    part.nbytes += sum(below.nbytes for below in part.parts)
 
 
 def _folded(part: TreePart) -> TreePart:

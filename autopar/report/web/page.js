@@ -76,9 +76,10 @@ function stages() {
 function timeline() {
   const shown = plans.filter((plan) => plan.timeline);
   const end = Math.max(...shown.map((plan) => plan.timeline.seconds));
+  const staged = shown.some((plan) => plan.pipeline > 1) ? " 2B7 is the backward pass of stage 2 for micro-batch 7, F a forward pass; I and W are parts of a backward pass." : "";
   const differs = shown.some((plan) => plan.is_drawn_otherwise)
     ? "Why drawn and estimated seconds differ: of one stage, reductions that become ready together begin in another order, and the loss's sum is waited for; of several stages, or two micro-batches at once, every collective is drawn alone, outside of its bucket." : "";
-  return section("timeline", "The step over time", "One rank stands for all of its stage. Ctrl and the wheel zoom, as do the buttons; a touch or the pointer says what runs.",
+  return section("timeline", "The step over time", "One rank stands for all of its stage. Ctrl and the wheel zoom, as do the buttons; a touch or the pointer says what runs." + staged,
     shown.map((plan) => timelineOf(plan, end)), differs ? el("p", { class: "note" }, differs) : null);
 }
 
@@ -112,7 +113,7 @@ function model() {
   const choice = plans.length > 1 ? el("fieldset", { class: "controls" }, el("legend", {}, "plan"), plans.map((plan, i) => el("label", {},
     el("input", { type: "radio", name: "plan", checked: i === 0, onchange: () => show(i) }), plan.name))) : null;
   return section("model", plans[0].timeline ? "The model" : "Tensors", plans[0].timeline
-    ? "Modules and calls in order, numbered parts that are alike as one; seconds are of a step, everything in turn, bytes what a rank holds at the peak, both of all alike parts together. Views are left out."
+    ? "Modules and calls in order, numbered parts that are alike as one; seconds are of a step, everything in turn, bytes what a rank holds at the peak, both of all alike parts together, and of stages each on its own rank. Views are left out."
     : "Names are those of the plan's graph, a star for every number.", choice, place);
 }
 

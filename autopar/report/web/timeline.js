@@ -33,7 +33,7 @@ function timelineOf(plan, end) {
       { type: "inside", filterMode: "weakFilter", zoomOnMouseWheel: "ctrl", moveOnMouseMove: !narrow(), disabled: narrow() },
     ],
     xAxis: { type: "value", min: 0, max: end, axisLabel: { formatter: seconds, hideOverlap: true } },
-    yAxis: { type: "category", inverse: true, data: rows, axisLabel: { width: narrow() ? 84 : 190, overflow: "break" } },
+    yAxis: { type: "category", inverse: true, data: rows, axisLabel: { width: narrow() ? 92 : 190, overflow: rows.length > 8 ? "truncate" : "break", interval: 0 } },
     series: [...found].map(([name, { colour, data }]) => ({
       type: "custom", name, renderItem: span, itemStyle: { color: colour }, encode: { x: [0, 1], y: 2 }, data,
       dimensions: ["start", "end", "track", "span"], progressive: 0,

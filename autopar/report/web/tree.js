@@ -12,7 +12,7 @@ function modelSection(plan) {
   };
   const priced = plan.timeline !== null;
   const whole = { seconds: plan.tree.computed + plan.tree.communicated, nbytes: plan.tree.nbytes };
-  const list = el("ul", {}, item(plan.tree, { select, priced, whole }, []));
+  const list = el("ul", {}, item(plan.tree, { select, priced, whole, staged: plan.stages.length > 0 }, [], true));
   const tree = el("div", { class: "tree", onkeydown: keys }, priced ? head() : null, list);
   const controls = el("div", { class: "controls" },
     el("button", { type: "button", onclick: () => setAll(list, true) }, "open all"),
@@ -29,16 +29,18 @@ function head() {
   return el("div", { class: "row head" }, el("span", {}, "part"), el("span", { class: "amount" }, "seconds"), el("span", { class: "amount" }, "bytes"));
 }
 
-/* above: names of the parts that it is in, the model's left out. */
-function item(part, of, above) {
+/* above: names of the parts that it is in, the model's first. Of stages the first is open. */
+function item(part, of, above, isFirst) {
   const row = rowOf(part, of, above), depth = above.length;
   if (!part.parts.length) return el("li", {}, row);
   const below = el("ul", {});
   const details = el("details", {}, el("summary", {}, row), below);
   details.build = () => {
-    if (!below.childElementCount) below.append(...part.parts.map((one) => item(one, of, [...above, part.name])));
+    if (!below.childElementCount) below.append(...part.parts.map((one, i) => item(one, of, [...above, part.name], i === 0)));
   };
   details.addEventListener("toggle", () => details.open && details.build());
+  const isShut = of.staged && depth === 1 && !isFirst;
+  if (isShut) return el("li", {}, details);
   if (depth < 2 || (depth < 4 && (part.count > 1 || part.parts.length < 5))) { details.build(); details.open = true; }
   return el("li", {}, details);
 }
