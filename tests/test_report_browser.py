@@ -46,9 +46,11 @@ def test_a_page_is_drawn_and_asks_for_nothing(browser: Browser, page: Path) -> N
     inked = """[...document.querySelectorAll('.chart')].map((chart) => {
         const canvas = chart.querySelector('canvas');
         const data = canvas ? canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data : [];
-        return new Set(data.filter((_, i) => i % 4 < 3)).size;
+        const found = new Set();
+        for (let i = 0; i + 2 < data.length; i += 4 * 7) found.add(`${data[i]} ${data[i + 1]} ${data[i + 2]}`);
+        return found.size;
     })"""
-    assert min(browser.run(inked)) > 10, "each chart has colours"
+    assert min(browser.run(inked)) > 5, "each chart has colours"
     text = browser.run("document.querySelector('main').textContent")
     assert "all-gather over data" in text and "stage 1" in text and "split by batch" in text
     labels = browser.run("[...document.querySelectorAll('.chart')].every((one) => one.getAttribute('aria-label'))")
