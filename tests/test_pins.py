@@ -181,7 +181,12 @@ def test_micro_batches_keep_lifetimes() -> None:
         (
             {"*.q_proj.weight": {"data": "shard(0)"}, "*.0.*.weight": {"data": "replicate"}},
             ImpossiblePinError,
-            "cannot be stored so on mesh 2x2",
+            "q_proj.weight .* cannot be stored so on mesh 2x2",
+        ),
+        (
+            {"model.norm.weight": {"data": "shard(0)"}, "model.norm": {"data": "batch"}, "forbid": ["fsdp"]},
+            ImpossiblePinError,
+            "'forbid: fsdp': model.norm.weight cannot be stored and live so",
         ),
         ({"model.layers.0": {"recompute": True}, "forbid": ["recompute"]}, PinError, "contradicts"),
     ],

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.errors import ImpossiblePinError, InfeasibleError
+from autopar.errors import InfeasibleError
 from autopar.lower.program import Program, Tensor
 from autopar.lower.redistributions import SINK
 from autopar.search.costs.folding import Folding, Signature, fold_program
@@ -27,7 +27,7 @@ from autopar.search.graph.lattice import Lattice, Lattices, slices_of
 from autopar.search.graph.moments import WHOLE, Counting, Moments
 from autopar.search.graph.options import EVERYTHING, NoOptionError, Option, Restriction, options_within
 from autopar.search.graph.parameters import ParameterSpace, Used, held, parameter_space
-from autopar.search.graph.pinned import apart_ops, pinned
+from autopar.search.graph.pinned import apart_ops, homeless, pinned
 from autopar.search.graph.positions import leave_as_views, reading_positions
 from autopar.search.graph.problem import ArcSteps, Problem, Reader
 from autopar.search.graph.reduce_moments import few_moments
@@ -301,7 +301,7 @@ class Builder:
         )
         space = parameter_space(used, self.lattices, self.restriction)
         if not space.options:
-            raise ImpossiblePinError(f"{names[0]} has no storage and lifetime left that pins and readers allow")
+            raise homeless(names[0], self.program, self.pricer)
         node = self._node(names[0], np.array(space.seconds) * times.once)
         self.problem.parameters[node] = (names, space)
         for nbytes, coefficient in held(space, names, self.program, self.moments) if self.limited else ():

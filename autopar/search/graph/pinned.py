@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 
-from autopar.errors import ImpossiblePinError, PinError
+from autopar.errors import ImpossiblePinError, InfeasibleError, PinError
 from autopar.lower.factor_words import factor_words, word_of
 from autopar.lower.pinned import Allowance, PinnedProgram, find_pinned
 from autopar.lower.program import Op, Program, Tensor
@@ -123,6 +123,7 @@ def check_possible(found: PinnedProgram, program: Program, pricer: Pricer) -> No
     for name in dict.fromkeys((*found.choices, *found.somewhere)):
         if name in ops:
             _check_op(found, ops[name], program, pricer)
+    called = _called_by_users(program)
     for name, tensor in program.tensors.items():
         for table, every in (
             (found.storage, storages(tensor.shape, mesh, tensor.requires_grad, True)),
@@ -131,7 +132,7 @@ def check_possible(found: PinnedProgram, program: Program, pricer: Pricer) -> No
             if name in table and not any(_lies(layout, table[name], mesh) for layout in every):
                 said = " and ".join(dict.fromkeys(found.said(one.line) for one in table[name]))
                 raise ImpossiblePinError(
-                    f"{said}: {name} {tensor.shape} cannot be stored so on mesh {mesh}; it can be "
+                    f"{said}: {called.get(name, name)} {tensor.shape} cannot be stored so on mesh {mesh}; it can be "
                     f"{', '.join(dict.fromkeys(map(str, every)))[:200]}"
                 )
         lived = [one.allowed for one in found.lifetimes.get(name, ())]
@@ -139,6 +140,21 @@ def check_possible(found: PinnedProgram, program: Program, pricer: Pricer) -> No
             said = " and ".join(dict.fromkeys(found.said(one.line) for one in found.lifetimes[name]))
             raise PinError(f"{said} contradict each other about how long copies of {name} live; leave one out")
     program.made[key] = True
+
+
+def homeless(name: str, program: Program, pricer: Pricer) -> InfeasibleError:
+    """What is said where no storage and lifetime of a parameter is in the part of the space that is asked for."""
+    called, pins = _called_by_users(program).get(name, name), pricer.config.pins
+    if not pins:
+        return InfeasibleError(f"{called} has no storage and lifetime in the part of the space that is asked for")
+    found = find_pinned(program, pins)
+    lines = dict.fromkeys(one.line for table in (found.storage, found.lifetimes) for one in table.get(name, ()))
+    said = " and ".join(map(found.said, lines)) or "what is asked for"
+    return ImpossiblePinError(f"{said}: {called} cannot be stored and live so, as its readers use it; leave one out")
+
+
+def _called_by_users(program: Program) -> dict[str, str]:
+    return {spec.placeholder: spec.names[0] for spec in program.captured.parameters}
 
 
 def _check_op(found: PinnedProgram, op: Op, program: Program, pricer: Pricer) -> None:
