@@ -18,7 +18,7 @@ from autopar.cost_models.training_config import TrainingConfig, grad_nbytes, par
 from autopar.cost_models.transformer import TransformerShape, layer_parameters
 from autopar.values.cluster import Cluster
 
-PP, DP, CP, TP = range(4)
+PP, REPLICATE, DP, CP, TP = range(5)
 # Bytes a byte that is gathered into a list: its place filled with zeros, the buffer read, its place written; scattered
 # from a list: read and written.
 GATHERED_LIST, SCATTERED_LIST = 3, 2
@@ -57,7 +57,7 @@ def data_exchange(shape: TransformerShape, config: TrainingConfig, cluster: Clus
 
 
 def _in_buckets(shape: TransformerShape, config: TrainingConfig, cluster: Cluster, part: float) -> Transfer:
-    links = axis_links(cluster, config.mesh_shape, (DP, CP))
+    links = axis_links(cluster, config.mesh_shape, (REPLICATE, DP, CP))
     params = _most_params(shape, config)
     grads = params * (4 if config.float32_exchange else grad_nbytes(config))
     weights = params * param_nbytes(config)
@@ -65,10 +65,14 @@ def _in_buckets(shape: TransformerShape, config: TrainingConfig, cluster: Cluste
     if config.zero == 0:
         return norms.plus(transfer("all_reduce", grads, links, part))
     pieces = _pieces(shape, config) if config.zero == 3 else 1
-    gather = transfer("all_gather", weights / pieces, links, part).times(pieces)
+    within = axis_links(cluster, config.mesh_shape, (DP, CP))
+    gather = transfer("all_gather", weights / pieces, within, part).times(pieces)
     if config.whole_gradients:
         return norms.plus(transfer("all_reduce", grads, links, part)).plus(gather)
-    scatter = transfer("reduce_scatter", grads / pieces, links, part).times(pieces)
+    scatter = transfer("reduce_scatter", grads / pieces, within, part).times(pieces)
+    if config.replicate > 1:
+        across = axis_links(cluster, config.mesh_shape, (REPLICATE,))
+        scatter = scatter.plus(transfer("all_reduce", grads / config.shards / pieces, across, part).times(pieces))
     return norms.plus(scatter).plus(gather.times(_gathers(shape, config) if config.zero == 3 else 1))
 
 
@@ -83,8 +87,9 @@ def _pieces(shape: TransformerShape, config: TrainingConfig) -> float:
 
 def _gathers(shape: TransformerShape, config: TrainingConfig) -> float:
     """How often ZeRO-3 gathers a parameter for one micro-batch: forward, and backward unless a stage of a pipeline
-    keeps it. A layer that is recomputed gathers once for both; released weight by weight, all but the last twice."""
-    if config.recompute == "none" and config.pp > 1:
+    or `keep_gathered` keeps it. A layer that is recomputed gathers once for both; released weight by weight, all but
+    the last twice."""
+    if config.keep_gathered or (config.recompute == "none" and config.pp > 1):
         return 1.0
     if not config.deepspeed_zero3 or config.recompute != "full":
         return 2.0
@@ -104,7 +109,7 @@ def _list_copies(shape: TransformerShape, config: TrainingConfig, cluster: Clust
 def _tensor_by_tensor(shape: TransformerShape, config: TrainingConfig, cluster: Cluster, part: float) -> Transfer:
     """Every parameter and gradient of the fullest stage by itself. Backward gathers all but the embedding, whose
     gradient does not depend on it; unsharded norms' gradients are summed over all ranks that have a part at once."""
-    links = axis_links(cluster, config.mesh_shape, (DP, CP))
+    links = axis_links(cluster, config.mesh_shape, (REPLICATE, DP, CP))
     tables, norms = _parameter_tensors(shape, config)
     total = NOTHING_SENT
 
@@ -116,7 +121,7 @@ def _tensor_by_tensor(shape: TransformerShape, config: TrainingConfig, cluster: 
 
     if config.zero == 0:
         split = config.tp > 1 and config.sequence_parallel
-        wide = axis_links(cluster, config.mesh_shape, (DP, CP, TP)) if split else links
+        wide = axis_links(cluster, config.mesh_shape, (REPLICATE, DP, CP, TP)) if split else links
         for count in norms:
             total = total.plus(transfer("all_reduce", count * grad_nbytes(config), wide, part))
         add("all_reduce", tables, grad_nbytes(config))

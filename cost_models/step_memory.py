@@ -107,8 +107,7 @@ def stage_intervals(shape: TransformerShape, config: TrainingConfig, stage: int)
 def _state(shape: TransformerShape, config: TrainingConfig, stage: int) -> list[tuple[str, Interval]]:
     """Parameters, gradients, master copies and optimizer state; with ZeRO-3 the gathered copies of two layers."""
     params = stage_params(shape, config, stage)
-    replicas = config.dp * config.cp
-    weights, grads, states = (replicas if config.zero >= level else 1 for level in (3, 2, 1))
+    weights, grads, states = (config.shards if config.zero >= level else 1 for level in (3, 2, 1))
     # ZeRO-3 shards hold the float32 parameters themselves
     full = 4 if config.zero == 3 and config.master_copies else param_nbytes(config)
     master = 4 if config.master_copies and full != 4 else 0
@@ -135,7 +134,7 @@ def _state(shape: TransformerShape, config: TrainingConfig, stage: int) -> list[
     elif config.zero == 3:
         layer = (layer_params(shape) - shape.experts * expert_params(shape) * (1 - 1 / config.ep)) / config.tp
         table = shape.vocab * shape.hidden / config.tp
-        gathered = param_nbytes(config) * (2 * layer + table)
+        gathered = param_nbytes(config) * (params if config.keep_gathered else 2 * layer + table)
         found.append(_named("gathered parameters", FORWARD, EXCHANGE, gathered))
         found.append(_named("gathered gradients", LOSS, EXCHANGE, param_nbytes(config) * max(2 * layer, table)))
     return found

@@ -67,6 +67,12 @@ def simulate_step(
     )
 
 
+def least_seconds(shape: TransformerShape, config: TrainingConfig, cluster: Cluster, efficiency: Efficiency) -> float:
+    """Seconds of a step whose pipeline has no bubbles: no schedule takes less."""
+    work = step_work(shape, config, cluster, efficiency)
+    return _busy(work, efficiency) + sum(_after_pipeline(work, efficiency))
+
+
 def step_parts(work: StepWork, efficiency: Efficiency) -> tuple[float, float, float, float]:
     """(pipeline with its bubbles, busiest stage, exposed gradient exchange, optimizer) in seconds."""
     price = efficiency.seconds_per_unit()
@@ -74,16 +80,24 @@ def step_parts(work: StepWork, efficiency: Efficiency) -> tuple[float, float, fl
     f, b, w = work.forward @ price, work.backward @ price, work.weight @ price
     m = config.num_microbatches
     pipeline = pipeline_seconds(f, b, w, work.counts, m, config.schedule, config.virtual_stages)
-    busy = m * float((f + b).max())
-    each = work.exchange.each_microbatch
-    exchange = work.exchange.seconds(efficiency.data_link, efficiency.memory) * (m if each else 1)
+    return pipeline, _busy(work, efficiency), *_after_pipeline(work, efficiency)
+
+
+def _busy(work: StepWork, efficiency: Efficiency) -> float:
+    return work.config.num_microbatches * float(((work.forward + work.backward) @ efficiency.seconds_per_unit()).max())
+
+
+def _after_pipeline(work: StepWork, efficiency: Efficiency) -> tuple[float, float]:
+    """Seconds of the exchange that nothing hides, and of the optimizer."""
+    config, each = work.config, work.exchange.each_microbatch
+    m = config.num_microbatches if each else 1
+    exchange = work.exchange.seconds(efficiency.data_link, efficiency.memory) * m
     hidden = 0.0
     if config.overlap_data:
         # Backward of the last micro-batch can hide gradients; with parameters gathered layer by layer all of it can.
-        beside = busy if each else float(b.max())
-        hidden = min(efficiency.data_overlap * exchange, beside)
-    optimizer = work.optimizer_seconds / efficiency.memory
-    return pipeline, busy, exchange - hidden, optimizer
+        last = float((work.backward @ efficiency.seconds_per_unit()).max())
+        hidden = min(efficiency.data_overlap * exchange, _busy(work, efficiency) if each else last)
+    return exchange - hidden, work.optimizer_seconds / efficiency.memory
 
 
 def pipeline_seconds(

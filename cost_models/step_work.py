@@ -199,7 +199,6 @@ def _accumulate(params: float, config: TrainingConfig, cluster: Cluster) -> Pass
 def _optimizer_bytes(config: TrainingConfig) -> float:
     """Bytes that the optimizer moves for each parameter of the stage: with master copies the gradient (twice, for its
     norm), master copy and states read and written, the low-precision parameter written."""
-    replicas = config.dp * config.cp if config.zero else 1
     if not config.master_copies:
-        return fused_update_nbytes(config.optimizer_states, param_nbytes(config)) / replicas
-    return (2 * grad_nbytes(config) + 8 * (1 + config.optimizer_states) + param_nbytes(config)) / replicas
+        return fused_update_nbytes(config.optimizer_states, param_nbytes(config)) / config.shards
+    return (2 * grad_nbytes(config) + 8 * (1 + config.optimizer_states) + param_nbytes(config)) / config.shards

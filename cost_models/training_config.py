@@ -1,6 +1,6 @@
 """Which explicit configuration of a step? Degrees, batch, recompute, precision and the software's habits.
 
-Ranks form a mesh (pp, dp, cp, tp), row-major: tensor parallel neighbours are neighbouring ranks, stages are farthest
+Ranks form a mesh (pp, replicate, dp / replicate, cp, tp), row-major: tensor parallel neighbours are neighbouring ranks, stages are farthest
 apart, as in Megatron-LM and DeepSpeed. Expert parallel ranks are part of the data axis.
 """
 
@@ -43,6 +43,9 @@ class TrainingConfig:
     parallel ranks keep their part of a product's input and gather it again for weight gradients (Megatron-LM), instead
     of keeping what they gathered. `master_copies`: 16-bit parameters have a float32 copy, gradient sum and states, and
     gradients are clipped; without, the optimizer's state has the parameters' precision, as torch's optimizers keep it.
+    `replicate`: of the data-parallel ranks, groups that each hold all of what ZeRO shards, as in torch's HSDP: shards
+    are gathered inside a group, gradients summed over groups too. `keep_gathered`: parameters gathered by ZeRO-3 stay
+    until their backward (FSDP2's `reshard_after_forward=False`).
     `per_tensor_exchange`: each parameter is gathered and each gradient sent by itself, as plans do, not in buckets.
     `deepspeed_zero3`: ZeRO-3 as DeepSpeed of 2021, not FSDP2: a collective a weight instead of one a layer, into a list
     of as many tensors as ranks; what a recomputed forward gathers is released before its backward. `whole_gradients`:
@@ -57,6 +60,8 @@ class TrainingConfig:
     ep: int = 1
     virtual_stages: int = 1
     zero: int = 0
+    replicate: int = 1
+    keep_gathered: bool = False
     sequence_parallel: bool = False
     micro_batch: int
     global_batch: int
@@ -92,6 +97,7 @@ class TrainingConfig:
             "dp",
             "cp",
             "ep",
+            "replicate",
             "virtual_stages",
             "micro_batch",
             "global_batch",
@@ -111,7 +117,11 @@ class TrainingConfig:
             )
         if self.dp % self.ep:
             raise MeshError(f"ep {self.ep} does not divide dp {self.dp}; experts are spread over data-parallel ranks")
-        for field, zero in (("deepspeed_zero3", 3), ("whole_gradients", 1)):
+        if self.dp % self.replicate:
+            raise MeshError(f"replicate {self.replicate} does not divide dp {self.dp}, whose ranks it groups")
+        if self.replicate > 1 and not self.zero:
+            raise ArgumentError(f"replicate {self.replicate} groups the ranks that ZeRO shards over, but zero is 0")
+        for field, zero in (("deepspeed_zero3", 3), ("keep_gathered", 3), ("whole_gradients", 1)):
             if getattr(self, field) and self.zero != zero:
                 raise ArgumentError(f"{field} is for zero {zero}, but zero is {self.zero}")
         if self.seq % self.cp:
@@ -143,8 +153,13 @@ class TrainingConfig:
         return self.micro_batch * self.seq // self.cp
 
     @property
-    def mesh_shape(self) -> tuple[int, int, int, int]:
-        return (self.pp, self.dp, self.cp, self.tp)
+    def shards(self) -> int:
+        """Ranks that ZeRO shards over."""
+        return self.dp * self.cp // self.replicate if self.zero else 1
+
+    @property
+    def mesh_shape(self) -> tuple[int, int, int, int, int]:
+        return (self.pp, self.replicate, self.dp // self.replicate, self.cp, self.tp)
 
 
 def check_fits(shape: TransformerShape, config: TrainingConfig) -> None:

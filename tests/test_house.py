@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops",),
     ("rules", "cost_models", "passes"),
     ("lower",),
-    ("search", "runtime", "capture", "models", "oracle", "export", "report", "verification", "calibration"),
+    ("advice", "search", "runtime", "capture", "models", "oracle", "export", "report", "verification", "calibration"),
     ("api", "__init__"),
     ("integrations",),
     ("cli",),

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from autopar.cli.advise import advise
 from autopar.cli.calibrate import calibrate
 from autopar.cli.check import verify
 from autopar.cli.ending import DEBUG, console_of, ended, one_answer
@@ -233,7 +234,7 @@ def export(
 
 
 COMMANDS: Mapping[str, tuple[Callable[..., None], ...]] = {
-    "Decide": (plan, simulate),
+    "Decide": (plan, advise, simulate),
     "Look at a plan": (explain, diff, report),
     "Check": (verify, calibrate),
     "Run": (export,),

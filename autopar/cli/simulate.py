@@ -154,7 +154,7 @@ def exchange_choices(row: dict[str, str], where: str, spare_machines: int = 0) -
     shape, config, cluster = read_row(row, where)
     try:
         model = transformer_gradients(shape, config, cluster, nominal_efficiency(cluster.device))
-        links = axis_links(cluster, config.mesh_shape, (1, 2))  # data and context parallel ranks hold equal weights
+        links = axis_links(cluster, config.mesh_shape, (1, 2, 3))  # data and context parallel ranks hold equal weights
         return recommend(model, network_of(cluster, config.tp), spare_machines=spare_machines, links=links)
     except AutoparError as error:
         raise type(error)(f"{where}: {error}") from error

@@ -78,10 +78,18 @@ def read_row(row: Mapping[str, str], where: str) -> tuple[TransformerShape, Trai
         raise type(error)(f"{where}: {error}") from error
 
 
+def read_shape(model: str) -> TransformerShape:
+    """The shape of a model by its name, or of hf:config.json.
+
+    Raises:
+        ArgumentError: if there is none such, or the config is of a model that has no shape here.
+    """
+    return _from_config(model.removeprefix("hf:")) if model.startswith("hf:") else named_shape(model)
+
+
 def _shape(values: Mapping[str, str]) -> TransformerShape:
     if "model" in values and not all(name in values for name in SIZES):
-        name = values["model"]
-        return _from_config(name.removeprefix("hf:")) if name.startswith("hf:") else named_shape(name)
+        return read_shape(values["model"])
     missing = [name for name in SIZES if name not in values]
     if missing:
         raise ArgumentError(f"neither model nor {', '.join(missing)} is given")

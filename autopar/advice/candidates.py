@@ -1,0 +1,112 @@
+"""Every configuration that a framework can express for a job: degrees, policies, schedules, micro-batches."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from autopar.advice.framework import Framework, Job, Sharding, Space
+from autopar.cost_models.training_config import TrainingConfig
+from autopar.values.divisors import divisors
+
+MOST_MICRO_BATCH = 64
+LEAST_CONTEXT = 1024
+"""Tokens of a context parallel rank, at least: fewer leave attention kernels idle. Half and double change no choice of
+the published configurations, whose ranks have 4,096 and more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Everything of a configuration but its micro-batch and what is recomputed."""
+
+    config: TrainingConfig
+    sharding: Sharding
+
+
+def layouts(framework: Framework, job: Job) -> Iterator[Layout]:
+    """Degrees that divide what they split, with every policy and schedule, of micro-batches of one sample."""
+    space, shape = framework.space, job.shape
+    devices = job.cluster.num_devices
+    for tp in _tensor(space, job):
+        for cp in _context(space, job):
+            for pp in divisors(devices // (tp * cp)) if devices % (tp * cp) == 0 else ():
+                dp = devices // (tp * cp * pp)
+                if job.global_batch % dp or (pp > 1 and not space.schedules):
+                    continue
+                for schedule, chunks in _pipelines(space, job, pp, job.global_batch // dp):
+                    base = TrainingConfig(
+                        **{
+                            **framework.habits,
+                            "tp": tp,
+                            "pp": pp,
+                            "dp": dp,
+                            "cp": cp,
+                            "schedule": schedule,
+                            "virtual_stages": chunks,
+                            "sequence_parallel": space.sequence_parallel and tp > 1,
+                            "micro_batch": 1,
+                            "global_batch": job.global_batch,
+                            "seq": job.seq,
+                            "precision": job.precision,
+                            "optimizer_states": job.optimizer_states,
+                        }  # type: ignore[arg-type]
+                    )
+                    for ep in divisors(dp) if space.expert and shape.experts > 1 else (1,):
+                        if shape.experts % ep == 0:
+                            yield from _sharded(space, replace(base, ep=ep), job)
+
+
+def micro_batches(layout: Layout) -> Iterator[int]:
+    """Samples of a micro-batch, from one on; a pipeline has at least as many micro-batches as ranks, interleaved ones a
+    multiple of that (Narayanan et al. 2021, section 2.2)."""
+    config = layout.config
+    for size in divisors(config.global_batch // config.dp):
+        count = config.global_batch // (config.dp * size)
+        if size > MOST_MICRO_BATCH or (config.pp > 1 and count < config.pp):
+            return
+        if config.virtual_stages == 1 or count % config.pp == 0:
+            yield size
+
+
+def _tensor(space: Space, job: Job) -> tuple[int, ...]:
+    shape = job.shape
+    most = (space.most_tensor or job.devices_per_node) if space.tensor else 1
+    found = (n for n in divisors(shape.heads) if n <= most and shape.ffn % n == 0)
+    return tuple(n for n in found if shape.kv_heads % n == 0 or (space.repeats_keys and n % shape.kv_heads == 0))
+
+
+def _context(space: Space, job: Job) -> tuple[int, ...]:
+    """Powers of two: ranks take a piece from the front and one from the end each (load balance of causal attention)."""
+    found = [1]
+    while space.context and job.seq % (4 * found[-1]) == 0 and job.seq // (2 * found[-1]) >= LEAST_CONTEXT:
+        found.append(2 * found[-1])
+    return tuple(found)
+
+
+def _pipelines(space: Space, job: Job, pp: int, samples: int) -> Iterator[tuple[str, int]]:
+    if pp == 1:
+        yield "1f1b", 1
+        return
+    if samples < pp:
+        return
+    layers = job.shape.layers
+    for schedule in space.schedules:
+        for chunks in space.virtual_stages if schedule == "1f1b" else (1,):
+            stages = pp * (2 if schedule == "zbv" else chunks)
+            even = not space.even_layers or layers % stages == 0 or (layers + 2) % stages == 0
+            if stages <= layers and even:
+                yield schedule, chunks
+
+
+def _sharded(space: Space, config: TrainingConfig, job: Job) -> Iterator[Layout]:
+    alone = config.dp * config.cp == 1
+    for sharding in space.shardings[:1] if alone else space.shardings:
+        if config.cp > 1 and space.context_only_sharded and sharding.zero < 3:
+            continue
+        if config.pp > 1 and sharding.keep_gathered:
+            continue  # stages keep what they gathered as it is
+        chosen = replace(config, zero=sharding.zero, keep_gathered=sharding.keep_gathered)
+        if not sharding.hybrid:
+            yield Layout(config=chosen, sharding=sharding)
+            continue
+        for groups in divisors(config.dp)[1:]:
+            if config.dp * config.cp > groups:
+                yield Layout(config=replace(chosen, replicate=groups), sharding=sharding)

@@ -1,0 +1,127 @@
+"""What can a framework express, and what is its software like?
+
+A framework is a value: habits (fields of `TrainingConfig` that its software fixes), a space of degrees and policies,
+and two functions between a configuration and the text that its users write.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from autopar.cost_models.training_config import TrainingConfig
+from autopar.cost_models.transformer import TransformerShape
+from autopar.errors import ArgumentError
+from autopar.values.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """A data-parallel policy under the framework's own name.
+
+    name: as its users say it. zero: ZeRO's level (Rajbhandari et al. 2020, arXiv:1910.02054). keep_gathered: parameters
+    of level 3 stay gathered from forward to backward. hybrid: groups of ranks each hold all shards.
+    """
+
+    name: str
+    zero: int
+    keep_gathered: bool = False
+    hybrid: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """Degrees and policies of a framework; what is not there is 1 or none.
+
+    shardings: data-parallel policies. recompute: names of `TrainingConfig.recompute`, from the least work to the most.
+    schedules: of pipelines, () where there are none; virtual_stages: numbers of stages of a pipeline rank.
+    tensor, context, expert: whether it has these degrees. context_only_sharded: context parallel ranks shard
+    parameters. sequence_parallel: whether tensor parallel ranks split norms by sequence. even_layers: each stage has
+    equally many, embedding and head counted as none or as one each. repeats_keys: more tensor parallel ranks than
+    heads of keys each hold a copy of one. most_tensor: of tensor parallel ranks, 0 for those of a node.
+    """
+
+    shardings: tuple[Sharding, ...]
+    recompute: tuple[str, ...]
+    schedules: tuple[str, ...] = ()
+    virtual_stages: tuple[int, ...] = (1,)
+    tensor: bool = True
+    context: bool = False
+    context_only_sharded: bool = False
+    expert: bool = False
+    sequence_parallel: bool = False
+    even_layers: bool = False
+    repeats_keys: bool = False
+    most_tensor: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is trained where.
+
+    global_batch: samples a step. seq: tokens a sample. precision: of matrix products, a name of `TrainingConfig`.
+    optimizer_states: floats a parameter that the optimizer keeps. model_file: how MODEL was named, for what is written.
+    """
+
+    shape: TransformerShape
+    cluster: Cluster
+    global_batch: int
+    seq: int
+    precision: str = "bf16"
+    optimizer_states: int = 2
+    model_file: str = ""
+
+    @property
+    def devices_per_node(self) -> int:
+        fastest = self.cluster.levels[-1].size if self.cluster.levels else 1
+        return min(fastest, self.cluster.num_devices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """One file or command for a user to paste. name: of the file, or what it is. language: for a highlighter."""
+
+    name: str
+    text: str
+    language: str
+
+
+Fields = Mapping[str, object]
+"""Fields of `TrainingConfig` that a user's own configuration states."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """A framework that people train with.
+
+    name: on the command line. title: with the version that files are written for. habits: fields of `TrainingConfig`
+    that hold of all its configurations, and `sources`, where each of them is read. write: the configuration as its
+    users write it. read: what a user's own file says, of the text, its name and the job. notes: what the model of its
+    costs leaves out.
+    """
+
+    name: str
+    title: str
+    habits: Mapping[str, object]
+    sources: str
+    space: Space
+    write: Callable[[Job, TrainingConfig, Sharding], tuple[Written, ...]]
+    read: Callable[[str, str, Job], Fields]
+    notes: tuple[str, ...] = ()
+
+    def sharding_of(self, config: TrainingConfig) -> Sharding:
+        """The policy that a configuration has.
+
+        Raises:
+            ArgumentError: if the framework has none such.
+        """
+        for sharding in self.space.shardings:
+            if (sharding.zero, sharding.keep_gathered, sharding.hybrid) == (
+                config.zero,
+                config.keep_gathered,
+                config.replicate > 1,
+            ):
+                return sharding
+        known = ", ".join(s.name for s in self.space.shardings)
+        raise ArgumentError(
+            f"{self.name} has no policy with zero {config.zero}, keep_gathered {config.keep_gathered}, replicate "
+            f"{config.replicate}; its policies are {known}"
+        )

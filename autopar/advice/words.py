@@ -1,0 +1,39 @@
+"""A configuration in the words of `autopar simulate` and of named configurations: `tp=2, zero=3, mbs=1`."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from autopar.advice.framework import Job
+from autopar.cost_models.training_config import ALIASES, TRUTH, TrainingConfig
+from autopar.errors import ArgumentError
+
+KINDS = {f.name: f.type for f in fields(TrainingConfig)}
+
+
+def read_words(keys: Mapping[str, Any], where: str, job: Job) -> dict[str, object]:
+    """Fields of `TrainingConfig` by name, the degree of data parallel ranks filled in.
+
+    Raises:
+        ArgumentError: if a word is not known, or its value not of its kind.
+    """
+    found: dict[str, object] = {}
+    for key, value in keys.items():
+        field = ALIASES.get(key, key)
+        if field not in KINDS:
+            raise ArgumentError(f"{where}: {key} is not one of {', '.join(sorted(KINDS))}")
+        text = str(value).lower()
+        try:
+            kind = KINDS[field]
+            found[field] = int(text) if kind is int else TRUTH[text] if kind is bool else text
+        except (ValueError, KeyError) as error:
+            raise ArgumentError(
+                f"{where}: {key} is {value!r}, which is no {getattr(kind, '__name__', kind)}"
+            ) from error
+    ranks = 1
+    for degree in ("tp", "pp", "cp"):
+        ranks *= int(str(found.get(degree, 1)))
+    if ranks < 1 or job.cluster.num_devices % ranks:
+        raise ArgumentError(f"{where}: {ranks} model-parallel ranks do not divide {job.cluster.num_devices} devices")
+    found.setdefault("dp", job.cluster.num_devices // ranks)
+    return found
