@@ -136,18 +136,18 @@ def _degrees(c: TrainingConfig) -> str:
 def table(answers: list[Answer], command: str) -> str:
     """The page."""
     head = (
-        "| source | model | GPUs | rows | people ran | expressible | place | measured s | predicted s | error | advised "
-        "| predicted s | advised of the measured | s to answer |"
+        "| source | model | GPUs | rows | people ran | expressible | place | measured s | predicted s | error "
+        "| advised | predicted s | advised of the measured | s to answer |"
     )
     lines = [
         "# Advice against published runs",
         "",
         f"Written by `{command}`. Nobody here made these measurements.",
         "",
-        "A row is one question: a model, a number of GPUs, a batch. *People ran*: the fastest measured layout. *Place*: "
-        "how many of the framework's configurations are predicted faster than that, plus one. *Advised*: the predicted "
-        "fastest that fits. *Advised of the measured*: of questions with several measured layouts, the measured time of "
-        "the one that is predicted fastest among them, over the fastest measured.",
+        "A row is one question: a model, a number of GPUs, a batch. *People ran*: the fastest measured layout. *Place*:"
+        " how many of the framework's configurations are predicted faster than that, plus one. *Advised*: the "
+        "predicted fastest that fits. *Advised of the measured*: of questions with several measured layouts, the "
+        "measured time of the one that is predicted fastest among them, over the fastest measured.",
         "",
         head,
         "|" + "---|" * 14,
@@ -181,7 +181,7 @@ def main() -> None:
     groups: dict[tuple[object, ...], list[Case]] = defaultdict(list)
     for case in read_folder(given.references).cases:
         if framework_of(case) is not None:
-            groups[case.group + (case.stack, case.shape.name)].append(case)
+            groups[(*case.group, case.stack, case.shape.name)].append(case)
     answers = []
     for cases in groups.values():
         found = answer(cases)

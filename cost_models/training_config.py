@@ -1,7 +1,7 @@
 """Which explicit configuration of a step? Degrees, batch, recompute, precision and the software's habits.
 
-Ranks form a mesh (pp, replicate, dp / replicate, cp, tp), row-major: tensor parallel neighbours are neighbouring ranks, stages are farthest
-apart, as in Megatron-LM and DeepSpeed. Expert parallel ranks are part of the data axis.
+Ranks form a mesh (pp, replicate, dp / replicate, cp, tp), row-major: tensor parallel neighbours are neighbouring ranks,
+stages are farthest apart, as in Megatron-LM and DeepSpeed. Expert parallel ranks are part of the data axis.
 """
 
 from dataclasses import dataclass

@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar.advice.framework import Fields, Framework, Job
 from autopar.advice.frameworks import FRAMEWORKS
-from autopar.advice.rank import Priced, Ranking, price, rank
+from autopar.advice.rank import FrameworkRanking, Priced, price, rank
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.errors import ArgumentError, AutoparError, MeshError
 from autopar.values.cluster import Cluster, load_cluster, resized
@@ -26,13 +26,13 @@ class Advice:
     """
 
     job: Job
-    ranking: Ranking
+    ranking: FrameworkRanking
     own: Priced | None
     unlimited: Priced | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
+class ClusterSize:
     """One number of GPUs. best: None where nothing fits, `reason` says why. days, cost: of all tokens, None without."""
 
     num_devices: int
@@ -91,7 +91,7 @@ def sizes(
     *,
     tokens: float | None = None,
     price_per_hour: float | None = None,
-) -> tuple[Size, ...]:
+) -> tuple[ClusterSize, ...]:
     """The best configuration on each number of GPUs of the job's cluster.
 
     Args:
@@ -118,7 +118,7 @@ def sizes(
             reason = str(error)
         days = tokens / best.time.tokens_per_second / DAY if tokens and best else None
         cost = days * 24 * count * price_per_hour if days is not None and price_per_hour is not None else None
-        found.append(Size(num_devices=count, best=best, reason=reason, days=days, cost=cost))
+        found.append(ClusterSize(num_devices=count, best=best, reason=reason, days=days, cost=cost))
     return tuple(found)
 
 

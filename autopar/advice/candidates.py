@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from autopar.advice.framework import Framework, Job, Sharding, Space
+from autopar.advice.framework import Framework, FrameworkSpace, Job, Sharding
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.values.divisors import divisors
 
@@ -14,14 +14,14 @@ the published configurations, whose ranks have 4,096 and more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Candidate:
     """Everything of a configuration but its micro-batch and what is recomputed."""
 
     config: TrainingConfig
     sharding: Sharding
 
 
-def layouts(framework: Framework, job: Job) -> Iterator[Layout]:
+def layouts(framework: Framework, job: Job) -> Iterator[Candidate]:
     """Degrees that divide what they split, with every policy and schedule, of micro-batches of one sample."""
     space, shape = framework.space, job.shape
     devices = job.cluster.num_devices
@@ -54,7 +54,7 @@ def layouts(framework: Framework, job: Job) -> Iterator[Layout]:
                             yield from _sharded(space, replace(base, ep=ep), job)
 
 
-def micro_batches(layout: Layout) -> Iterator[int]:
+def micro_batches(layout: Candidate) -> Iterator[int]:
     """Samples of a micro-batch, from one on; a pipeline has at least as many micro-batches as ranks, interleaved ones a
     multiple of that (Narayanan et al. 2021, section 2.2)."""
     config = layout.config
@@ -66,14 +66,14 @@ def micro_batches(layout: Layout) -> Iterator[int]:
             yield size
 
 
-def _tensor(space: Space, job: Job) -> tuple[int, ...]:
+def _tensor(space: FrameworkSpace, job: Job) -> tuple[int, ...]:
     shape = job.shape
     most = (space.most_tensor or job.devices_per_node) if space.tensor else 1
     found = (n for n in divisors(shape.heads) if n <= most and shape.ffn % n == 0)
     return tuple(n for n in found if shape.kv_heads % n == 0 or (space.repeats_keys and n % shape.kv_heads == 0))
 
 
-def _context(space: Space, job: Job) -> tuple[int, ...]:
+def _context(space: FrameworkSpace, job: Job) -> tuple[int, ...]:
     """Powers of two: ranks take a piece from the front and one from the end each (load balance of causal attention)."""
     found = [1]
     while space.context and job.seq % (4 * found[-1]) == 0 and job.seq // (2 * found[-1]) >= LEAST_CONTEXT:
@@ -81,7 +81,7 @@ def _context(space: Space, job: Job) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _pipelines(space: Space, job: Job, pp: int, samples: int) -> Iterator[tuple[str, int]]:
+def _pipelines(space: FrameworkSpace, job: Job, pp: int, samples: int) -> Iterator[tuple[str, int]]:
     if pp == 1:
         yield "1f1b", 1
         return
@@ -96,17 +96,16 @@ def _pipelines(space: Space, job: Job, pp: int, samples: int) -> Iterator[tuple[
                 yield schedule, chunks
 
 
-def _sharded(space: Space, config: TrainingConfig, job: Job) -> Iterator[Layout]:
+def _sharded(space: FrameworkSpace, config: TrainingConfig, job: Job) -> Iterator[Candidate]:
     alone = config.dp * config.cp == 1
     for sharding in space.shardings[:1] if alone else space.shardings:
-        if config.cp > 1 and space.context_only_sharded and sharding.zero < 3:
+        if sharding.alone and config.tp * config.cp > 1:
             continue
         if config.pp > 1 and sharding.keep_gathered:
             continue  # stages keep what they gathered as it is
         chosen = replace(config, zero=sharding.zero, keep_gathered=sharding.keep_gathered)
         if not sharding.hybrid:
-            yield Layout(config=chosen, sharding=sharding)
+            yield Candidate(config=chosen, sharding=sharding)
             continue
-        for groups in divisors(config.dp)[1:]:
-            if config.dp * config.cp > groups:
-                yield Layout(config=replace(chosen, replicate=groups), sharding=sharding)
+        for groups in divisors(config.dp)[1:-1]:
+            yield Candidate(config=replace(chosen, replicate=groups), sharding=sharding)

@@ -78,6 +78,9 @@ def _flags(text: str, name: str) -> dict[str, Any]:
             key, equals, value = word[2:].partition("=")
             found[key] = value if equals else True
             pending = None if equals else key
+        elif re.fullmatch(r"[\w-]+:[\w-]+", word):  # a subcommand, as activation-checkpoint:full
+            key, _, value = word.partition(":")
+            found[key], pending = value, None
         elif pending is not None:
             found[pending], pending = word, None
         elif re.fullmatch(r"[\w.]+=\S+", word):

@@ -18,25 +18,27 @@ class Sharding:
     """A data-parallel policy under the framework's own name.
 
     name: as its users say it. zero: ZeRO's level (Rajbhandari et al. 2020, arXiv:1910.02054). keep_gathered: parameters
-    of level 3 stay gathered from forward to backward. hybrid: groups of ranks each hold all shards.
+    of level 3 stay gathered from forward to backward. hybrid: groups of ranks each hold all shards. alone: not beside
+    tensor or context parallel ranks.
     """
 
     name: str
     zero: int
     keep_gathered: bool = False
     hybrid: bool = False
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
+class FrameworkSpace:
     """Degrees and policies of a framework; what is not there is 1 or none.
 
     shardings: data-parallel policies. recompute: names of `TrainingConfig.recompute`, from the least work to the most.
     schedules: of pipelines, () where there are none; virtual_stages: numbers of stages of a pipeline rank.
-    tensor, context, expert: whether it has these degrees. context_only_sharded: context parallel ranks shard
-    parameters. sequence_parallel: whether tensor parallel ranks split norms by sequence. even_layers: each stage has
-    equally many, embedding and head counted as none or as one each. repeats_keys: more tensor parallel ranks than
-    heads of keys each hold a copy of one. most_tensor: of tensor parallel ranks, 0 for those of a node.
+    tensor, context, expert: whether it has these degrees. sequence_parallel: whether tensor parallel ranks split norms
+    by sequence. even_layers: each stage has equally many, embedding and head counted as none or as one each.
+    repeats_keys: more tensor parallel ranks than heads of keys each hold a copy of one. most_tensor: of tensor parallel
+    ranks, 0 for those of a node.
     """
 
     shardings: tuple[Sharding, ...]
@@ -45,7 +47,6 @@ class Space:
     virtual_stages: tuple[int, ...] = (1,)
     tensor: bool = True
     context: bool = False
-    context_only_sharded: bool = False
     expert: bool = False
     sequence_parallel: bool = False
     even_layers: bool = False
@@ -76,7 +77,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class ConfigFile:
     """One file or command for a user to paste. name: of the file, or what it is. language: for a highlighter."""
 
     name: str
@@ -102,8 +103,8 @@ class Framework:
     title: str
     habits: Mapping[str, object]
     sources: str
-    space: Space
-    write: Callable[[Job, TrainingConfig, Sharding], tuple[Written, ...]]
+    space: FrameworkSpace
+    write: Callable[[Job, TrainingConfig, Sharding], tuple[ConfigFile, ...]]
     read: Callable[[str, str, Job], Fields]
     notes: tuple[str, ...] = ()
 

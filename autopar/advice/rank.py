@@ -7,7 +7,7 @@ configuration whose bound (no bubbles) is above what is already found is not sim
 
 from dataclasses import dataclass, replace
 
-from autopar.advice.candidates import Layout, layouts, micro_batches
+from autopar.advice.candidates import Candidate, layouts, micro_batches
 from autopar.advice.framework import Framework, Job, Sharding
 from autopar.cost_models.efficiency import Efficiency, nominal_efficiency
 from autopar.cost_models.step_memory import StepMemory, step_memory
@@ -15,7 +15,7 @@ from autopar.cost_models.step_time import StepTime, least_seconds, simulate_step
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.errors import ArgumentError
 
-Miss = tuple[Layout, TrainingConfig, StepMemory]
+Miss = tuple[Candidate, TrainingConfig, StepMemory]
 
 RESERVE = "nvidia-smi"
 """Of the memory model: what a device shows, with context, communicators and the allocator's free pieces."""
@@ -39,7 +39,7 @@ class Priced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranking:
+class FrameworkRanking:
     """The fastest that fit, fastest first, and the nearest that do not, fewest bytes first.
 
     num_priced: configurations whose time was computed. num_weighed: those whose memory was.
@@ -52,7 +52,7 @@ class Ranking:
     num_weighed: int
 
 
-def rank(framework: Framework, job: Job, count: int = 10) -> Ranking:
+def rank(framework: Framework, job: Job, count: int = 10) -> FrameworkRanking:
     """The `count` fastest configurations of a framework that fit, and as many that do not fit by the least.
 
     Raises:
@@ -63,10 +63,10 @@ def rank(framework: Framework, job: Job, count: int = 10) -> Ranking:
     limit = job.cluster.device.memory_bytes
     best: list[Priced] = []
     misses: list[Miss] = []
-    simulated: list[tuple[float, Layout, TrainingConfig, StepMemory]] = []
+    simulated: list[tuple[float, Candidate, TrainingConfig, StepMemory]] = []
     weighed = 0
 
-    def add(layout: Layout, config: TrainingConfig, memory: StepMemory) -> None:
+    def add(layout: Candidate, config: TrainingConfig, memory: StepMemory) -> None:
         best.append(_priced(framework, job, config, layout.sharding, memory, efficiency))
 
     for layout in layouts(framework, job):
@@ -94,7 +94,7 @@ def rank(framework: Framework, job: Job, count: int = 10) -> Ranking:
     best.sort(key=lambda each: (each.seconds, each.nbytes))
     fitting = {each.sharding.name for each in best}
     nearest = _nearest(misses, fitting)[:count]
-    return Ranking(
+    return FrameworkRanking(
         framework=framework,
         best=tuple(best[:count]),
         too_large=tuple(_priced(framework, job, c, kind.sharding, m, efficiency) for kind, c, m in nearest),

@@ -7,8 +7,8 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from autopar.advice.advise import Advice, Size
-from autopar.advice.framework import Job, Written
+from autopar.advice.advise import Advice, ClusterSize
+from autopar.advice.framework import ConfigFile, Job
 from autopar.advice.rank import Priced
 from autopar.cost_models.efficiency import nominal_efficiency
 from autopar.cost_models.transformer import num_params
@@ -16,7 +16,7 @@ from autopar.report.tables import columns_of
 from autopar.report.units import seconds_text
 
 
-def advice_text(advice: Advice, written: Sequence[Written]) -> RenderableType:
+def advice_text(advice: Advice, written: Sequence[ConfigFile]) -> RenderableType:
     """The whole answer. written: the best configuration in the framework's own form."""
     job, ranking = advice.job, advice.ranking
     parts: list[RenderableType] = [Text(_headline(job)), Text("")]
@@ -45,7 +45,7 @@ def advice_text(advice: Advice, written: Sequence[Written]) -> RenderableType:
     return Group(*parts)
 
 
-def sizes_table(sizes: Sequence[Size], job: Job, currency: str) -> Table:
+def sizes_table(sizes: Sequence[ClusterSize], job: Job, currency: str) -> Table:
     """One line a number of GPUs."""
     table = columns_of("how many GPUs", "configuration", "GPUs", "step", "MFU", "tokens/s", "days", currency, folded=1)
     for size in sizes:

@@ -4,7 +4,7 @@ Keys are those of accelerate 1.15: commands/config/config_args.py, utils/datacla
 """
 
 from autopar.advice.config_file import flat_keys, truth, whole
-from autopar.advice.framework import Fields, Framework, Job, Sharding, Space, Written
+from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Job, Sharding
 from autopar.advice.frameworks.fsdp2 import DDP, EAGER, EAGER_SOURCE, FSDP, HYBRID, KEPT
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.errors import ArgumentError
@@ -12,7 +12,7 @@ from autopar.errors import ArgumentError
 DEGREES = {"tp": "tp", "cp": "cp"}
 
 
-def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[Written, ...]:
+def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
     """The YAML file, and the sizes that a script gives to its data loader and `Accelerator`."""
     nodes = job.cluster.num_devices // job.devices_per_node
     lines = [
@@ -59,8 +59,8 @@ def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[Written
     if config.recompute == "full" and not config.zero:
         loop += "model.gradient_checkpointing_enable()\n"
     return (
-        Written(name="accelerate.yaml", text="\n".join(lines) + "\n", language="yaml"),
-        Written(name="in the script", text=loop, language="python"),
+        ConfigFile(name="accelerate.yaml", text="\n".join(lines) + "\n", language="yaml"),
+        ConfigFile(name="in the script", text=loop, language="python"),
     )
 
 
@@ -92,11 +92,10 @@ ACCELERATE = Framework(
     title="Accelerate 1.15",
     habits={**EAGER, "main_grads": False},
     sources=f"{EAGER_SOURCE}; its mixed precision reduces in bf16 (utils/dataclasses.py)",
-    space=Space(
+    space=FrameworkSpace(
         shardings=(FSDP, KEPT, HYBRID, DDP),
         recompute=("none", "full"),
         context=True,
-        context_only_sharded=True,
     ),
     write=write,
     read=read,

@@ -6,12 +6,12 @@ Keys are those of DeepSpeed 0.19 (runtime/config.py, runtime/zero/config.py, run
 import json
 
 from autopar.advice.config_file import flat_keys, whole
-from autopar.advice.framework import Fields, Framework, Job, Sharding, Space, Written
+from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Job, Sharding
 from autopar.advice.frameworks.fsdp2 import EAGER, EAGER_SOURCE
 from autopar.cost_models.training_config import TrainingConfig
 
 
-def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[Written, ...]:
+def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
     """The JSON file; what is recomputed is the model's switch."""
     table: dict[str, object] = {
         "train_batch_size": config.global_batch,
@@ -29,9 +29,10 @@ def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[Written
         table[config.precision] = {"enabled": True}
     if config.tp > 1:
         table["tensor_parallel"] = {"autotp_size": config.tp}
-    found = [Written(name="ds_config.json", text=json.dumps(table, indent=2) + "\n", language="json")]
+    found = [ConfigFile(name="ds_config.json", text=json.dumps(table, indent=2) + "\n", language="json")]
     if config.recompute == "full":
-        found.append(Written(name="in the script", text="model.gradient_checkpointing_enable()\n", language="python"))
+        text = "model.gradient_checkpointing_enable()\n"
+        found.append(ConfigFile(name="in the script", text=text, language="python"))
     return tuple(found)
 
 
@@ -62,7 +63,7 @@ DEEPSPEED = Framework(
     title="DeepSpeed 0.19",
     habits={**EAGER, "main_grads": False},
     sources=f"{EAGER_SOURCE}; gradients in the model's 16 bits (runtime/engine.py, communication_data_type)",
-    space=Space(
+    space=FrameworkSpace(
         shardings=tuple(Sharding(name=f"ZeRO-{level}", zero=level) for level in (1, 2, 3, 0)),
         recompute=("none", "full"),
     ),

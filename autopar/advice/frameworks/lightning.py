@@ -4,7 +4,7 @@ Names are those of lightning 2.6.
 """
 
 from autopar.advice.config_file import flat_keys
-from autopar.advice.framework import Fields, Framework, Job, Sharding, Space, Written
+from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Job, Sharding
 from autopar.advice.frameworks.fsdp2 import DDP, EAGER, EAGER_SOURCE
 from autopar.advice.words import read_words
 from autopar.cost_models.training_config import TrainingConfig
@@ -12,7 +12,7 @@ from autopar.cost_models.training_config import TrainingConfig
 STRATEGIES = {(3, False, False): "FULL_SHARD", (3, True, False): "SHARD_GRAD_OP", (3, False, True): "HYBRID_SHARD"}
 
 
-def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[Written, ...]:
+def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
     """The strategy and the `Trainer`, and what a module's `configure_model` does for tensor parallel ranks."""
     nodes = job.cluster.num_devices // job.devices_per_node
     precision = {"fp32": "32-true", "fp16": "16-mixed"}.get(config.precision, "bf16-mixed")
@@ -47,7 +47,7 @@ def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[Written
         ")",
     ]
     code = "\n".join(lines) + "\n"
-    return (Written(name="trainer.py", text=code, language="python"),)
+    return (ConfigFile(name="trainer.py", text=code, language="python"),)
 
 
 def read(text: str, name: str, job: Job) -> Fields:
@@ -60,11 +60,11 @@ LIGHTNING = Framework(
     title="Lightning 2.6",
     habits=EAGER,
     sources=EAGER_SOURCE,
-    space=Space(
+    space=FrameworkSpace(
         shardings=(
             Sharding(name="FSDP", zero=3),
-            Sharding(name="FSDP, SHARD_GRAD_OP", zero=3, keep_gathered=True),
-            Sharding(name="FSDP, HYBRID_SHARD", zero=3, hybrid=True),
+            Sharding(name="FSDP, SHARD_GRAD_OP", zero=3, keep_gathered=True, alone=True),
+            Sharding(name="FSDP, HYBRID_SHARD", zero=3, hybrid=True, alone=True),
             DDP,
         ),
         recompute=("none", "full"),

@@ -4,7 +4,7 @@ Flags are those of megatron/training/arguments.py (Megatron-LM core_v0.12 and ne
 """
 
 from autopar.advice.config_file import flat_keys, truth, whole
-from autopar.advice.framework import Fields, Framework, Job, Sharding, Space, Written
+from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Job, Sharding
 from autopar.cost_models.training_config import TrainingConfig
 
 HABITS = {"overlap_data": True, "overlap_tensor": "all", "main_grads": True, "fused_grad_sum": True}
@@ -20,7 +20,7 @@ DEGREES = {
 VIRTUAL = "num-layers-per-virtual-pipeline-stage"
 
 
-def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[Written, ...]:
+def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
     """Arguments of pretrain_gpt.py, the model's own left to the user."""
     flags: list[str] = [
         f"--{key} {getattr(config, field)}" for key, field in DEGREES.items() if key != "expert-model-parallel-size"
@@ -47,7 +47,7 @@ def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[Written
     )
     nodes = job.cluster.num_devices // job.devices_per_node
     first = f"torchrun --nnodes {nodes} --nproc-per-node {job.devices_per_node} pretrain_gpt.py"
-    return (Written(name="Megatron-LM's arguments", text=" \\\n  ".join([first, *flags]), language="bash"),)
+    return (ConfigFile(name="Megatron-LM's arguments", text=" \\\n  ".join([first, *flags]), language="bash"),)
 
 
 def read(text: str, name: str, job: Job) -> Fields:
@@ -76,7 +76,7 @@ MEGATRON = Framework(
     title="Megatron-LM (core_v0.12)",
     habits=HABITS,
     sources="arXiv:2205.05198; its README's H100 runs, in benchmarks/reference_rows.py",
-    space=Space(
+    space=FrameworkSpace(
         shardings=(
             Sharding(name="distributed optimizer", zero=1),
             Sharding(name="whole optimizer", zero=0),

@@ -1,7 +1,7 @@
 """Plain torch: `fully_shard`, `parallelize_module` and `checkpoint` around an unmodified model (FSDP2)."""
 
 from autopar.advice.config_file import flat_keys
-from autopar.advice.framework import Fields, Framework, Job, Sharding, Space, Written
+from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Job, Sharding
 from autopar.advice.frameworks.fsdp2 import DDP, EAGER, EAGER_SOURCE, FSDP, HYBRID, KEPT
 from autopar.advice.words import read_words
 from autopar.cost_models.training_config import TrainingConfig
@@ -21,7 +21,7 @@ plan = {
 """
 
 
-def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[Written, ...]:
+def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
     """A function that distributes a model whose layers are `model.layers`, and the loop's sizes."""
     dims = [
         ("replicate", config.replicate if config.zero else config.dp),
@@ -73,7 +73,7 @@ def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[Written
             else ["return model.to(device)"]
         )
     lines += [f"    {line}\n" for line in body]
-    return (Written(name="distribute.py", text="".join(lines), language="python"),)
+    return (ConfigFile(name="distribute.py", text="".join(lines), language="python"),)
 
 
 def read(text: str, name: str, job: Job) -> Fields:
@@ -86,7 +86,7 @@ PLAIN = Framework(
     title="torch's fully_shard and parallelize_module",
     habits=EAGER,
     sources=EAGER_SOURCE,
-    space=Space(shardings=(FSDP, KEPT, HYBRID, DDP), recompute=("none", "full")),
+    space=FrameworkSpace(shardings=(FSDP, KEPT, HYBRID, DDP), recompute=("none", "full")),
     write=write,
     read=read,
 )

@@ -5,12 +5,14 @@ earlier releases had too.
 """
 
 from autopar.advice.config_file import flat_keys, truth, whole
-from autopar.advice.framework import Fields, Framework, Job, Sharding, Space, Written
+from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Job, Sharding
 from autopar.cost_models.training_config import TrainingConfig
 
 HABITS = {"overlap_data": True, "fusion": "norm", "in_place_loss": False}
 SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "zbv": "ZBVZeroBubble"}
-RECOMPUTE = {"none": "None", "op": "selective-ac", "full": "full-ac"}
+RECOMPUTE = {"none": "none", "op": "selective", "full": "full"}
+MODELS = {"llama-3-8b": "llama3_8b", "llama-3-70b": "llama3_70b", "llama-3.1-405b": "llama3_405b"}
+"""Functions of torchtitan/models/llama3/config_registry.py by our name of the model."""
 DEGREES = {
     "parallelism.tensor_parallel_degree": "tp",
     "parallelism.pipeline_parallel_degree": "pp",
@@ -20,7 +22,7 @@ DEGREES = {
 }
 
 
-def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[Written, ...]:
+def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
     """The command line of a run; `--module` and `--config` choose the model among torchtitan's own."""
     staged = config.pp > 1
     settings: dict[str, object] = {
@@ -46,9 +48,9 @@ def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[Written
     nodes = job.cluster.num_devices // job.devices_per_node
     first = (
         f"torchrun --nnodes {nodes} --nproc-per-node {job.devices_per_node} -m torchtitan.train "
-        "--module MODULE --config CONFIG"
+        f"--module {'llama3' if job.shape.name in MODELS else 'MODULE'} --config {MODELS.get(job.shape.name, 'CONFIG')}"
     )
-    return (Written(name="torchtitan's command line", text=" \\\n  ".join([first, *lines]), language="bash"),)
+    return (ConfigFile(name="torchtitan's command line", text=" \\\n  ".join([first, *lines]), language="bash"),)
 
 
 def read(text: str, name: str, job: Job) -> Fields:
@@ -80,7 +82,9 @@ def read(text: str, name: str, job: Job) -> Fields:
 
 
 def _recompute(keys: dict[str, object]) -> str:
-    """`activation_checkpoint.mode` of a TOML file; SelectiveAC is the default of most of its configs."""
+    """The subcommand of a command line, `activation_checkpoint.mode` of a TOML file; per-op without either."""
+    if (chosen := keys.get("activation-checkpoint")) is not None:
+        return {text: name for name, text in RECOMPUTE.items()}.get(str(chosen), "op")
     mode = str(keys.get("activation_checkpoint.mode", "selective"))
     every = str(keys.get("activation_checkpoint.selective_ac_option", "op"))
     if mode != "selective":
@@ -93,7 +97,7 @@ TORCHTITAN = Framework(
     title="torchtitan 0.3.0",
     habits=HABITS,
     sources="benchmarks/reference_rows.py; float32 reductions and sharded masters: its TrainingConfig's defaults",
-    space=Space(
+    space=FrameworkSpace(
         shardings=(
             Sharding(name="FSDP", zero=3),
             Sharding(name="FSDP, never resharded", zero=3, keep_gathered=True),

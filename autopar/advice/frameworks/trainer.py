@@ -6,13 +6,13 @@ Names are those of transformers 5.23, training_args.py; arguments are written as
 import json
 
 from autopar.advice.config_file import flat_keys, truth, whole
-from autopar.advice.framework import Fields, Framework, Job, Sharding, Space, Written
+from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Job, Sharding
 from autopar.advice.frameworks.fsdp2 import DDP, EAGER, EAGER_SOURCE, FSDP, HYBRID, KEPT
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.errors import ArgumentError
 
 
-def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[Written, ...]:
+def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
     """`TrainingArguments` as JSON, how they are read, and how the script is started."""
     arguments: dict[str, object] = {
         "output_dir": "out",
@@ -22,7 +22,7 @@ def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[Written
         "fp16": config.precision == "fp16",
     }
     if config.zero:
-        arguments["fsdp"] = "full_shard auto_wrap"
+        arguments["fsdp"] = True
         arguments["fsdp_config"] = {
             "version": 2,
             "reshard_after_forward": not config.keep_gathered,
@@ -49,9 +49,9 @@ def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[Written
             + f"args.parallelism_config = ParallelismConfig({inner})\n"
         )
     return (
-        Written(name="training_arguments.json", text=json.dumps(arguments, indent=2) + "\n", language="json"),
-        Written(name="in the script", text=code, language="python"),
-        Written(
+        ConfigFile(name="training_arguments.json", text=json.dumps(arguments, indent=2) + "\n", language="json"),
+        ConfigFile(name="in the script", text=code, language="python"),
+        ConfigFile(
             name="to start it",
             text=f"torchrun --nnodes {nodes} --nproc-per-node {job.devices_per_node} train.py\n",
             language="bash",
@@ -86,11 +86,10 @@ TRAINER = Framework(
     title="transformers 5.23's Trainer",
     habits={**EAGER, "main_grads": False},
     sources=f"{EAGER_SOURCE}; reductions in bf16, as Accelerate's mixed precision has it",
-    space=Space(
+    space=FrameworkSpace(
         shardings=(FSDP, KEPT, HYBRID, DDP),
         recompute=("none", "full"),
         context=True,
-        context_only_sharded=True,
     ),
     write=write,
     read=read,

@@ -1,0 +1,194 @@
+"""Advice is the best of what a framework can express, and what it writes says what it advises."""
+
+import json
+import random
+from dataclasses import fields, replace
+
+import pytest
+
+from autopar.advice.advise import advise, cluster_of, sizes
+from autopar.advice.candidates import layouts, micro_batches
+from autopar.advice.config_file import flat_keys
+from autopar.advice.framework import Framework, Job
+from autopar.advice.frameworks import FRAMEWORKS, framework_named
+from autopar.advice.rank import price, rank
+from autopar.cli.main import main
+from autopar.cost_models.data_exchange import data_exchange
+from autopar.cost_models.named_shapes import named_shape
+from autopar.cost_models.step_memory import step_memory
+from autopar.cost_models.training_config import TrainingConfig
+from autopar.cost_models.transformer import TransformerShape
+from autopar.errors import ArgumentError, MeshError
+from autopar.values.cluster import load_cluster
+
+ALL = [pytest.param(framework, id=name) for name, framework in FRAMEWORKS.items()]
+SMALL = TransformerShape(
+    name="small", layers=4, hidden=256, heads=4, kv_heads=2, head_dim=64, ffn=512, vocab=1024, gated=True
+)
+# What no file of the framework says: batches are the script's under Accelerate, and files do not name what they do not
+# change.
+UNSAID = {"accelerate": {"micro_batch", "global_batch", "recompute"}, "deepspeed": {"recompute"}}
+
+
+def job_of(shape: TransformerShape = SMALL, cluster: str = "8xh100", global_batch: int = 16, seq: int = 4096) -> Job:
+    return Job(shape=shape, cluster=load_cluster(cluster), global_batch=global_batch, seq=seq)
+
+
+def configurations(framework: Framework, job: Job) -> list[TrainingConfig]:
+    return [
+        replace(layout.config, micro_batch=size, recompute=kind)
+        for layout in layouts(framework, job)
+        for size in micro_batches(layout)
+        for kind in framework.space.recompute
+    ]
+
+
+@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("seed", range(2))
+def test_the_best_is_the_best_of_all(framework: Framework, seed: int) -> None:
+    """No shortcut of the ranking loses a configuration: against pricing every one, under limits that bind."""
+    draw = random.Random(seed)
+    shape = replace(SMALL, layers=draw.choice((2, 4, 6)), hidden=draw.choice((512, 2048)), vocab=32000)
+    cluster = load_cluster(draw.choice(("4xh100", "2x2xa100")))
+    unlimited = Job(shape=shape, cluster=cluster, global_batch=8, seq=2048)
+    least = min(price(framework, unlimited, config).nbytes for config in configurations(framework, unlimited))
+    limit = int(least * draw.choice((1.05, 1.5, 3)))
+    cluster = replace(cluster, device=replace(cluster.device, memory_bytes=limit))
+    job = replace(unlimited, cluster=cluster)
+    every = [price(framework, job, config) for config in configurations(framework, job)]
+    fastest = min((each.seconds for each in every if each.fits), default=None)
+    found = rank(framework, job, 3)
+    assert all(each.fits for each in found.best) and not any(each.fits for each in found.too_large)
+    assert (found.best[0].seconds if found.best else None) == pytest.approx(fastest, rel=1e-12)
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_what_is_written_says_what_was_chosen(framework: Framework) -> None:
+    """read(write(configuration)) is the configuration; Lightning's and torch's are Python, which is not run."""
+    job = job_of(named_shape("llama-3-8b"), "4x8xh100", 64, 8192)
+    names = {"tp", "pp", "dp", "cp", "ep", "zero", "replicate", "keep_gathered", "virtual_stages", "schedule"}
+    names |= {"micro_batch", "global_batch", "recompute"}
+    names -= UNSAID.get(framework.name, set())
+    for config in random.Random(0).sample(every := configurations(framework, job), min(60, len(every))):
+        written = framework.write(job, config, framework.sharding_of(config))
+        assert all(one.text.endswith("\n") or "\\" in one.text for one in written)
+        if written[0].language == "python":
+            compile(written[0].text, written[0].name, "exec")
+            continue
+        if any(one.language == "python" and "ParallelismConfig(" in one.text for one in written):
+            continue  # the Trainer takes degrees as an object
+        said = framework.read(written[0].text, f"x.{written[0].language}", job)
+        defaults = {f.name: f.default for f in fields(TrainingConfig)}
+        again = {name: said.get(name, defaults[name]) for name in names}
+        assert again == {name: getattr(config, name) for name in names}, written[0].text
+
+
+def test_groups_that_replicate_hold_more_and_send_less_far() -> None:
+    """HSDP: state is split over a group's ranks; between groups only gradients' shards travel."""
+    shape = named_shape("llama-3-8b")
+    whole = TrainingConfig(dp=32, zero=3, micro_batch=1, global_batch=64, seq=4096)
+    grouped = replace(whole, replicate=4)
+    held = [dict(step_memory(shape, config).kinds)["optimizer state"] for config in (whole, grouped)]
+    assert held[1] / held[0] == pytest.approx(4, rel=1e-3)
+    slow = load_cluster("4x8xh100@10gbe")  # one slow link a node: shards of gradients cross it instead of parameters
+    sent = [data_exchange(shape, config, slow, 0.8).seconds(0.8, 0.8) for config in (whole, grouped)]
+    assert sent[1] < 0.9 * sent[0]
+    with pytest.raises(MeshError, match="replicate 5 does not divide dp 32"):
+        replace(whole, replicate=5)
+    with pytest.raises(ArgumentError, match="zero is 0"):
+        replace(whole, zero=0, replicate=4)
+
+
+def test_parameters_that_stay_gathered_are_gathered_once() -> None:
+    shape, cluster = named_shape("llama-3-8b"), load_cluster("4x8xh100")
+    whole = TrainingConfig(dp=32, zero=3, micro_batch=1, global_batch=64, seq=4096)
+    kept = replace(whole, keep_gathered=True)
+    a, b = (data_exchange(shape, config, cluster, 0.8).sent.wire_seconds for config in (whole, kept))
+    gather = 2 * 8.03e9  # bytes of the parameters in bf16; one gather of three passes over the same links is saved
+    assert b < a
+    assert step_memory(shape, kept).allocated_nbytes - step_memory(shape, whole).allocated_nbytes > 0.8 * gather
+
+
+def test_more_gpus_take_fewer_days() -> None:
+    job = job_of(named_shape("llama-3-8b"), "8xh100", 256, 4096)
+    found = sizes(FRAMEWORKS["fsdp"], job, (1, 8, 16, 64), tokens=1e12, price_per_hour=2.0)
+    assert found[0].best is None and "GB a GPU" in found[0].reason
+    days = [size.days for size in found[1:]]
+    assert days == sorted(days, reverse=True)
+    for size in found[1:]:
+        assert size.cost == pytest.approx(size.days * 24 * size.num_devices * 2.0)
+        assert size.days * 86400 * size.best.time.tokens_per_second == pytest.approx(1e12)
+    assert cluster_of(job.cluster, 16) == replace(load_cluster("2x8xh100"))
+    with pytest.raises(ArgumentError, match="no whole number of nodes of 8"):
+        cluster_of(job.cluster, 12)
+
+
+def test_a_users_own_configuration_is_priced_beside() -> None:
+    job = job_of(named_shape("llama-3-8b"), "8xh100", 64, 8192)
+    framework = FRAMEWORKS["deepspeed"]
+    text = json.dumps(
+        {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "extra": [1]}
+    )
+    found = advise(framework, job, own=framework.read(text, "ds.json", job), where="ds.json")
+    assert found.own is not None
+    assert (found.own.config.zero, found.own.config.dp, found.own.config.num_microbatches) == (3, 8, 8)
+    assert found.own.seconds >= found.ranking.best[0].seconds or not found.own.fits
+    assert found.unlimited is not None and found.unlimited.seconds <= found.ranking.best[0].seconds
+    with pytest.raises(ArgumentError, match=r"fully_shard .* has no configuration for small on 3 devices"):
+        advise(FRAMEWORKS["fsdp"], job_of(SMALL, "3xh100", 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        ("{", "a.json", "no JSON that can be read"),
+        ("[1]", "a.json", "a table is expected"),
+        ("a = ", "a.toml", "no TOML"),
+        ("hello", "run.sh", "neither flags"),
+        ("--a 'x", "run.sh", "cannot be read as flags"),
+        ("x" * 2_000_000, "a.json", "at most"),
+    ],
+)
+def test_a_file_that_is_none_is_an_error(text: str, name: str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        flat_keys(text, name)
+
+
+def test_words_and_names_that_are_not_known_are_errors() -> None:
+    with pytest.raises(ArgumentError, match="--for ddp is not one of torchtitan"):
+        framework_named("ddp")
+    job = job_of()
+    for words, message in (("tensor=2", "tensor is not one of"), ("tp=x", "no int"), ("tp=3", "do not divide 8")):
+        with pytest.raises(ArgumentError, match=message):
+            FRAMEWORKS["fsdp"].read(words, "--config", job)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as exit_:
+        main(list(arguments))
+    return int(exit_.value.code or 0), capsys.readouterr().out
+
+
+def test_the_command_prints_advice_and_writes_what_to_paste(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [
+        "advise",
+        "llama-3-8b",
+        "--cluster",
+        "8xh100",
+        "--for",
+        "deepspeed",
+        "--global-batch",
+        "64",
+        "--seq",
+        "4096",
+    ]
+    code, out = run(capsys, *given, "--config", "zero.json", "--json")
+    assert code == 2 and "zero.json is no file" in json.loads(out)["error"]
+    code, out = run(capsys, *given, "--out", str(tmp_path), "--gpus", "8,16", "--json")
+    answer = json.loads(out)
+    assert code == 0 and answer["best"][0]["fits"] and answer["best"][0]["gigabytes"] < 80
+    table = json.loads((tmp_path / "ds_config.json").read_text())
+    assert table["zero_optimization"]["stage"] == answer["best"][0]["zero"]
+    assert [size["gpus"] for size in answer["gpus"]] == [8, 16]
+    code, out = run(capsys, *given)
+    assert code == 0 and "GB a GPU" in out and "ds_config.json" in out
