@@ -14,14 +14,14 @@ the published configurations, whose ranks have 4,096 and more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class FrameworkLayout:
     """Everything of a configuration but its micro-batch and what is recomputed."""
 
     config: TrainingConfig
     sharding: Sharding
 
 
-def layouts(framework: Framework, job: Job) -> Iterator[Candidate]:
+def layouts(framework: Framework, job: Job) -> Iterator[FrameworkLayout]:
     """Degrees that divide what they split, with every policy and schedule, of micro-batches of one sample."""
     space, shape = framework.space, job.shape
     devices = job.cluster.num_devices
@@ -54,7 +54,7 @@ def layouts(framework: Framework, job: Job) -> Iterator[Candidate]:
                             yield from _sharded(space, replace(base, ep=ep), job)
 
 
-def micro_batches(layout: Candidate) -> Iterator[int]:
+def micro_batches(layout: FrameworkLayout) -> Iterator[int]:
     """Samples of a micro-batch, from one on; a pipeline has at least as many micro-batches as ranks, interleaved ones a
     multiple of that (Narayanan et al. 2021, section 2.2)."""
     config = layout.config
@@ -96,7 +96,7 @@ def _pipelines(space: FrameworkSpace, job: Job, pp: int, samples: int) -> Iterat
                 yield schedule, chunks
 
 
-def _sharded(space: FrameworkSpace, config: TrainingConfig, job: Job) -> Iterator[Candidate]:
+def _sharded(space: FrameworkSpace, config: TrainingConfig, job: Job) -> Iterator[FrameworkLayout]:
     alone = config.dp * config.cp == 1
     for sharding in space.shardings[:1] if alone else space.shardings:
         if sharding.alone and config.tp * config.cp > 1:
@@ -105,7 +105,7 @@ def _sharded(space: FrameworkSpace, config: TrainingConfig, job: Job) -> Iterato
             continue  # stages keep what they gathered as it is
         chosen = replace(config, zero=sharding.zero, keep_gathered=sharding.keep_gathered)
         if not sharding.hybrid:
-            yield Candidate(config=chosen, sharding=sharding)
+            yield FrameworkLayout(config=chosen, sharding=sharding)
             continue
         for groups in divisors(config.dp)[1:-1]:
-            yield Candidate(config=replace(chosen, replicate=groups), sharding=sharding)
+            yield FrameworkLayout(config=replace(chosen, replicate=groups), sharding=sharding)

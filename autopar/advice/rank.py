@@ -7,7 +7,7 @@ configuration whose bound (no bubbles) is above what is already found is not sim
 
 from dataclasses import dataclass, replace
 
-from autopar.advice.candidates import Candidate, layouts, micro_batches
+from autopar.advice.candidates import FrameworkLayout, layouts, micro_batches
 from autopar.advice.framework import Framework, Job, Sharding
 from autopar.cost_models.efficiency import Efficiency, nominal_efficiency
 from autopar.cost_models.step_memory import StepMemory, step_memory
@@ -15,7 +15,7 @@ from autopar.cost_models.step_time import StepTime, least_seconds, simulate_step
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.errors import ArgumentError
 
-Miss = tuple[Candidate, TrainingConfig, StepMemory]
+Miss = tuple[FrameworkLayout, TrainingConfig, StepMemory]
 
 RESERVE = "nvidia-smi"
 """Of the memory model: what a device shows, with context, communicators and the allocator's free pieces."""
@@ -63,10 +63,10 @@ def rank(framework: Framework, job: Job, count: int = 10) -> FrameworkRanking:
     limit = job.cluster.device.memory_bytes
     best: list[Priced] = []
     misses: list[Miss] = []
-    simulated: list[tuple[float, Candidate, TrainingConfig, StepMemory]] = []
+    simulated: list[tuple[float, FrameworkLayout, TrainingConfig, StepMemory]] = []
     weighed = 0
 
-    def add(layout: Candidate, config: TrainingConfig, memory: StepMemory) -> None:
+    def add(layout: FrameworkLayout, config: TrainingConfig, memory: StepMemory) -> None:
         best.append(_priced(framework, job, config, layout.sharding, memory, efficiency))
 
     for layout in layouts(framework, job):
