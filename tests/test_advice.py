@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import fields, replace
+from itertools import pairwise
 
 import pytest
 
@@ -70,14 +71,14 @@ def test_what_is_written_says_what_was_chosen(framework: Framework) -> None:
     names |= {"micro_batch", "global_batch", "recompute"}
     names -= UNSAID.get(framework.name, set())
     for config in random.Random(0).sample(every := configurations(framework, job), min(60, len(every))):
-        written = framework.write(job, config, framework.sharding_of(config))
+        written = framework.write(job.site, config, framework.sharding_of(config))
         assert all(one.text.endswith("\n") or "\\" in one.text for one in written)
         if written[0].language == "python":
             compile(written[0].text, written[0].name, "exec")
             continue
         if any(one.language == "python" and "ParallelismConfig(" in one.text for one in written):
             continue  # the Trainer takes degrees as an object
-        said = framework.read(written[0].text, f"x.{written[0].language}", job)
+        said = framework.read(written[0].text, f"x.{written[0].language}", job.site)
         defaults = {f.name: f.default for f in fields(TrainingConfig)}
         again = {name: said.get(name, defaults[name]) for name in names}
         assert again == {name: getattr(config, name) for name in names}, written[0].text
@@ -129,7 +130,7 @@ def test_a_users_own_configuration_is_priced_beside() -> None:
     text = json.dumps(
         {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "extra": [1]}
     )
-    found = advise(framework, job, own=framework.read(text, "ds.json", job), where="ds.json")
+    found = advise(framework, job, own=framework.read(text, "ds.json", job.site), where="ds.json")
     assert found.own is not None
     assert (found.own.config.zero, found.own.config.dp, found.own.config.num_microbatches) == (3, 8, 8)
     assert found.own.seconds >= found.ranking.best[0].seconds or not found.own.fits
@@ -160,7 +161,7 @@ def test_words_and_names_that_are_not_known_are_errors() -> None:
     job = job_of()
     for words, message in (("tensor=2", "tensor is not one of"), ("tp=x", "no int"), ("tp=3", "do not divide 8")):
         with pytest.raises(ArgumentError, match=message):
-            FRAMEWORKS["fsdp"].read(words, "--config", job)
+            FRAMEWORKS["fsdp"].read(words, "--config", job.site)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -192,3 +193,55 @@ def test_the_command_prints_advice_and_writes_what_to_paste(tmp_path, capsys: py
     assert [size["gpus"] for size in answer["gpus"]] == [8, 16]
     code, out = run(capsys, *given)
     assert code == 0 and "GB a GPU" in out and "ds_config.json" in out
+
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 256), nn.Linear(256, 8)
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.second(torch.relu(self.first(x))), y)
+
+def make(batch=8):
+    return Net(), {"x": torch.randn(batch, 64), "y": torch.randint(0, 8, (batch,))}
+"""
+
+
+def test_any_model_is_advised_by_its_plans(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "net.py").write_text(SOURCE)
+    given = ["advise", f"{tmp_path / 'net.py'}:make", "--cluster", "2xh100", "--global-batch", "16", "--json"]
+    code, out = run(capsys, *given, "--for", "trainer")
+    answer = json.loads(out)
+    assert code == 0 and {row["sharding"] for row in answer["best"]} >= {"DDP", "FSDP"}
+    seconds = [row["step_seconds"] for row in answer["best"]]
+    assert seconds == sorted(seconds) and all(row["micro_batch"] == 8 for row in answer["best"])
+    arguments = json.loads(answer["written"]["training_arguments.json"])
+    assert arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] * 2 == 16
+    for more, message in (
+        (["--for", "megatron"], "transformers that it has itself"),
+        (["--for", "trainer", "--gpus", "8"], "--gpus is for transformers"),
+    ):
+        code, out = run(capsys, *given, *more)
+        assert code == 2 and message in json.loads(out)["error"]
+
+
+def test_what_does_not_fit_whole_is_tried_in_parts_then_recomputed() -> None:
+    """Micro-batches go down by halves or more until one fits, first without recompute."""
+    from autopar.api.advised import _largest
+
+    def priced(limit: dict[str, int]):
+        def price_of(size: int, kind: str):
+            tried.append((size, kind))
+            return type("Priced", (), {"fits": size <= limit[kind]})()
+
+        return price_of
+
+    for limit, last in (({"none": 12, "full": 48}, (12, "none")), ({"none": 0, "full": 5}, (3, "full"))):
+        tried: list[tuple[int, str]] = []
+        found = list(_largest(priced(limit), 48, ("none", "full")))
+        assert [each.fits for each in found] == [False] * (len(found) - 1) + [True] and tried[-1] == last
+        assert all(b[0] <= a[0] / 2 for a, b in pairwise(tried) if a[1] == b[1])

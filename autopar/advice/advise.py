@@ -159,5 +159,11 @@ def settings_of(priced: Priced) -> dict[str, Any]:
     }
 
 
+def size_values(size: ClusterSize) -> dict[str, Any]:
+    """One number of GPUs as plain values."""
+    found = {"gpus": size.num_devices, "days": size.days, "cost": size.cost, "reason": size.reason}
+    return found | ({} if size.best is None else {"best": settings_of(size.best)})
+
+
 def _gigabytes(kinds: Mapping[str, int]) -> dict[str, float]:
     return {kind: nbytes / 1e9 for kind, nbytes in kinds.items()}

@@ -68,7 +68,7 @@ def micro_batches(layout: FrameworkLayout) -> Iterator[int]:
 
 def _tensor(space: FrameworkSpace, job: Job) -> tuple[int, ...]:
     shape = job.shape
-    most = (space.most_tensor or job.devices_per_node) if space.tensor else 1
+    most = (space.most_tensor or job.site.devices_per_node) if space.tensor else 1
     found = (n for n in divisors(shape.heads) if n <= most and shape.ffn % n == 0)
     return tuple(n for n in found if shape.kv_heads % n == 0 or (space.repeats_keys and n % shape.kv_heads == 0))
 

@@ -55,11 +55,29 @@ class FrameworkSpace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """What a configuration is written for: a model by its name, and where it runs. layers: of the model, 0 if no
+    stages are cut."""
+
+    cluster: Cluster
+    model: str
+    layers: int = 0
+
+    @property
+    def devices_per_node(self) -> int:
+        return self.cluster.levels[-1].size
+
+    @property
+    def nodes(self) -> int:
+        return self.cluster.num_devices // self.devices_per_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is trained where.
+    """A transformer, and where it is trained.
 
     global_batch: samples a step. seq: tokens a sample. precision: of matrix products, a name of `TrainingConfig`.
-    optimizer_states: floats a parameter that the optimizer keeps. model_file: how MODEL was named, for what is written.
+    optimizer_states: floats a parameter that the optimizer keeps.
     """
 
     shape: TransformerShape
@@ -68,12 +86,10 @@ class Job:
     seq: int
     precision: str = "bf16"
     optimizer_states: int = 2
-    model_file: str = ""
 
     @property
-    def devices_per_node(self) -> int:
-        fastest = self.cluster.levels[-1].size if self.cluster.levels else 1
-        return min(fastest, self.cluster.num_devices)
+    def site(self) -> Site:
+        return Site(cluster=self.cluster, model=self.shape.name, layers=self.shape.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +111,8 @@ class Framework:
 
     name: on the command line. title: with the version that files are written for. habits: fields of `TrainingConfig`
     that hold of all its configurations, and `sources`, where each of them is read. write: the configuration as its
-    users write it. read: what a user's own file says, of the text, its name and the job. notes: what the model of its
-    costs leaves out.
+    users write it. read: what a user's own file says, of the text, its name and the site. notes: what the model of its
+    costs leaves out. own_models: it trains the transformers that it has itself, and no other module.
     """
 
     name: str
@@ -104,9 +120,10 @@ class Framework:
     habits: Mapping[str, object]
     sources: str
     space: FrameworkSpace
-    write: Callable[[Job, TrainingConfig, Sharding], tuple[ConfigFile, ...]]
-    read: Callable[[str, str, Job], Fields]
+    write: Callable[[Site, TrainingConfig, Sharding], tuple[ConfigFile, ...]]
+    read: Callable[[str, str, Site], Fields]
     notes: tuple[str, ...] = ()
+    own_models: bool = False
 
     def sharding_of(self, config: TrainingConfig) -> Sharding:
         """The policy that a configuration has.

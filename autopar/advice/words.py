@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from autopar.advice.framework import Job
+from autopar.advice.framework import Site
 from autopar.cost_models.training_config import ALIASES, TRUTH, TrainingConfig
 from autopar.errors import ArgumentError
 
 KINDS = {f.name: f.type for f in fields(TrainingConfig)}
 
 
-def read_words(keys: Mapping[str, Any], where: str, job: Job) -> dict[str, object]:
+def read_words(keys: Mapping[str, Any], where: str, site: Site) -> dict[str, object]:
     """Fields of `TrainingConfig` by name, the degree of data parallel ranks filled in.
 
     Raises:
@@ -33,7 +33,7 @@ def read_words(keys: Mapping[str, Any], where: str, job: Job) -> dict[str, objec
     ranks = 1
     for degree in ("tp", "pp", "cp"):
         ranks *= int(str(found.get(degree, 1)))
-    if ranks < 1 or job.cluster.num_devices % ranks:
-        raise ArgumentError(f"{where}: {ranks} model-parallel ranks do not divide {job.cluster.num_devices} devices")
-    found.setdefault("dp", job.cluster.num_devices // ranks)
+    if ranks < 1 or site.cluster.num_devices % ranks:
+        raise ArgumentError(f"{where}: {ranks} model-parallel ranks do not divide {site.cluster.num_devices} devices")
+    found.setdefault("dp", site.cluster.num_devices // ranks)
     return found

@@ -1,104 +1,180 @@
 """`autopar advise`: which configuration of a framework is the best one, and how many GPUs?"""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from autopar.cli.ending import console_of, print_json
-from autopar.cli.simulate_rows import read_shape
+from autopar.advice.advise import advise as make_advice
+from autopar.advice.advise import settings_of, size_values, sizes
+from autopar.advice.framework import ConfigFile, Framework, Job
+from autopar.cli.ending import console_of, one_answer
+from autopar.cli.options import overrides
+from autopar.cli.parameters import OUTPUT, WHAT, Cluster, Json, Set, option
+from autopar.cli.progress import ProgressLine
+from autopar.cli.simulate_rows import has_shape, read_shape
+from autopar.cost_models.transformer import READERS
 from autopar.errors import ArgumentError
+from autopar.report.advice_text import advice_text, sizes_table
+from autopar.report.model_advice_text import model_advice_text, planned_values
 from autopar.values.cluster import load_cluster
 from autopar.values.domains import MOST_DEVICES, POSITIVE, Domain, checked_number
 from autopar.values.whole_file import write_whole
 
+COMPARE = "What it is compared with"
+KINDS = tuple(READERS)
 AMOUNT = Domain(whole=False, least=0, most=1e18, excluded=(0,))
 SHOWN = Domain(least=1, most=1000)
 GPUS = Domain(least=1, most=MOST_DEVICES)
 
 
 def advise(
-    model: Annotated[str, typer.Argument(help="a name (llama-3-8b, gpt-175b, ...) or hf:config.json")],
-    cluster: Annotated[str, typer.Option(help="8xh100, 64x8xa100, or a TOML file")],
-    framework: Annotated[
-        str, typer.Option("--for", help="torchtitan, accelerate, trainer, megatron, deepspeed, lightning or fsdp")
+    model: Annotated[
+        str,
+        typer.Argument(help="a name (llama-3-8b, gpt-175b, ...), hf:config.json, file.py:function or module:function"),
     ],
-    global_batch: Annotated[int, typer.Option(help="samples a step over all devices")],
-    seq: Annotated[int, typer.Option(help="tokens a sample")],
-    precision: Annotated[str, typer.Option(help="bf16, fp16, fp32, fp8 or fp8-rowwise")] = "bf16",
-    optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd-momentum or sgd")] = "adamw",
-    config: Annotated[str | None, typer.Option(help="your own configuration: a file, or words as tp=2,mbs=1")] = None,
-    top: Annotated[int, typer.Option(help="configurations of each table")] = 5,
-    gpus: Annotated[str | None, typer.Option(help="numbers of GPUs to compare, as 8,16,32")] = None,
-    tokens: Annotated[float | None, typer.Option(help="with --gpus: of the whole training, as 300e9")] = None,
-    price: Annotated[float | None, typer.Option(help="with --tokens: of a GPU's hour")] = None,
-    deadline: Annotated[float | None, typer.Option(help="with --tokens: days; says the fewest GPUs")] = None,
-    budget: Annotated[float | None, typer.Option(help="with --price: says the fastest within it")] = None,
-    out: Annotated[Path | None, typer.Option(help="write what is to be pasted into this folder")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    cluster: Cluster,
+    framework: Annotated[
+        str, option(WHAT, "--for", help="torchtitan, accelerate, trainer, megatron, deepspeed, lightning or fsdp")
+    ],
+    global_batch: Annotated[int, option(WHAT, help="samples a step over all devices")],
+    seq: Annotated[int | None, option(WHAT, help="tokens a sample; needed for a transformer by its name")] = None,
+    precision: Annotated[str, option(WHAT, help="bf16, fp16, fp32, fp8 or fp8-rowwise")] = "bf16",
+    optimizer: Annotated[str, option(WHAT, help="adamw, adam, sgd-momentum or sgd")] = "adamw",
+    set_: Set = None,
+    config: Annotated[
+        str | None, option(COMPARE, help="your own configuration: a file, or words as tp=2,mbs=1")
+    ] = None,
+    gpus: Annotated[str | None, option(COMPARE, help="numbers of GPUs to compare, as 8,16,32")] = None,
+    tokens: Annotated[float | None, option(COMPARE, help="with --gpus: of the whole training, as 300e9")] = None,
+    price: Annotated[float | None, option(COMPARE, help="with --tokens: of a GPU's hour")] = None,
+    deadline: Annotated[float | None, option(COMPARE, help="with --tokens: days; says the fewest GPUs")] = None,
+    budget: Annotated[float | None, option(COMPARE, help="with --price: says the fastest within it")] = None,
+    top: Annotated[int, option(OUTPUT, help="configurations of each table")] = 5,
+    out: Annotated[Path | None, option(OUTPUT, help="write what is to be pasted into this folder")] = None,
+    as_json: Json = False,
 ) -> None:
     """Rank the configurations that a framework can express, and print the best one ready to paste."""
-    from autopar.advice.advise import advise as make_advice
-    from autopar.advice.advise import settings_of, sizes
-    from autopar.advice.framework import Job
     from autopar.advice.frameworks import framework_named
-    from autopar.report.advice_text import advice_text, sizes_table
 
     chosen = framework_named(framework)
     checked_number("--top", top, SHOWN)
-    for name, value in (("--tokens", tokens), ("--price", price), ("--deadline", deadline), ("--budget", budget)):
+    amounts = {"--tokens": tokens, "--price": price, "--deadline": deadline, "--budget": budget}
+    for name, value in amounts.items():
         if value is not None:
             checked_number(name, value, AMOUNT)
     for name, value in (("--global-batch", global_batch), ("--seq", seq)):
-        checked_number(name, value, POSITIVE)
-    if tokens is not None and gpus is None:
-        raise ArgumentError("--tokens is for --gpus; give the numbers of GPUs, as --gpus 8,16,32")
-    for name, value, needed, given in (
-        ("--price", price, "--tokens", tokens), ("--deadline", deadline, "--tokens", tokens),
-        ("--budget", budget, "--price", price),
-    ):  # fmt: skip
-        if value is not None and given is None:
+        if value is not None:
+            checked_number(name, value, POSITIVE)
+    needs: dict[str, tuple[str, object]] = {"--tokens": ("--gpus", gpus), "--price": ("--tokens", tokens)}
+    needs |= {"--deadline": ("--tokens", tokens), "--budget": ("--price", price)}
+    for name, (needed, present) in needs.items():
+        if amounts[name] is not None and present is None:
             raise ArgumentError(f"{name} needs {needed}")
-    job = Job(
-        shape=read_shape(model),
-        cluster=load_cluster(cluster),
-        global_batch=global_batch,
-        seq=seq,
-        precision=precision,
-        optimizer_states=_states(optimizer),
-        model_file=model,
-    )
-    own = None if config is None else chosen.read(*_given(config), job)
+    states = _states(optimizer)
+    machine = load_cluster(cluster)
+    console = console_of(as_json)
+    with one_answer(as_json) as answer, ProgressLine(console) as tell:
+        if not has_shape(model):
+            for name, asked in (("--config", config), ("--gpus", gpus)):
+                if asked is not None:
+                    raise ArgumentError(f"{name} is for transformers with formulas: {', '.join(KINDS)}, or a name")
+            source = {"spec": model, "batch": global_batch, "seq": seq, "overrides": overrides(set_)}
+            shown = _own_model(chosen, source, machine, precision, optimizer, top, out, answer, tell)
+        else:
+            if set_:
+                raise ArgumentError("--set is for models that are built; change the config.json instead")
+            if seq is None:
+                raise ArgumentError(f"{model} needs --seq, tokens a sample")
+            tell("pricing configurations")
+            job = Job(
+                shape=read_shape(model),
+                cluster=machine,
+                global_batch=global_batch,
+                seq=seq,
+                precision=precision,
+                optimizer_states=states,
+            )
+            shown = _transformer(chosen, job, config, top, out, answer)
+            if gpus is not None:
+                tell("pricing numbers of GPUs")
+                compared = sizes(chosen, job, _counts(gpus), tokens=tokens, price_per_hour=price)
+                answer["gpus"] = [size_values(size) for size in compared]
+                shown += [sizes_table(compared, "cost"), *_choice(compared, deadline, budget)]
+    for part in shown if not as_json else ():
+        console.print(part, highlight=False)
+
+
+def _transformer(
+    chosen: Framework, job: Job, config: str | None, top: int, out: Path | None, answer: dict[str, Any]
+) -> list[Any]:
+    """What is printed of a model with formulas; `answer` gets the same as plain values."""
+    own = None if config is None else chosen.read(*_given(config), job.site)
     advice = make_advice(chosen, job, own=own, where=f"--config {config}", count=top)
     best = advice.ranking.best[0] if advice.ranking.best else None
-    written = () if best is None else chosen.write(job, best.config, best.sharding)
-    compared = () if gpus is None else sizes(chosen, job, _counts(gpus), tokens=tokens, price_per_hour=price)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        for one in written:
-            write_whole(out / one.name.replace(" ", "-").replace("'", ""), one.text.encode())
-    if as_json:
-        answer: dict[str, Any] = {
-            "framework": chosen.title,
-            "best": [settings_of(each) for each in advice.ranking.best],
-            "does_not_fit": [settings_of(each) for each in advice.ranking.too_large],
-            "yours": None if advice.own is None else settings_of(advice.own),
-            "without_limits": None if advice.unlimited is None else settings_of(advice.unlimited),
-            "written": {one.name: one.text for one in written},
-            "gpus": [
-                {"gpus": size.num_devices, "days": size.days, "cost": size.cost, "reason": size.reason}
-                | ({} if size.best is None else {"best": settings_of(size.best)})
-                for size in compared
-            ],
-        }
-        print_json(answer)
+    written = () if best is None else chosen.write(job.site, best.config, best.sharding)
+    _write(written, out)
+    answer.update(
+        framework=chosen.title,
+        best=[settings_of(each) for each in advice.ranking.best],
+        does_not_fit=[settings_of(each) for each in advice.ranking.too_large],
+        yours=None if advice.own is None else settings_of(advice.own),
+        without_limits=None if advice.unlimited is None else settings_of(advice.unlimited),
+        written={one.name: one.text for one in written},
+    )
+    return [advice_text(advice, written)]
+
+
+def _own_model(
+    chosen: Framework,
+    source: dict[str, Any],
+    machine: Any,
+    precision: str,
+    optimizer: str,
+    top: int,
+    out: Path | None,
+    answer: dict[str, Any],
+    tell: Callable[[str], None],
+) -> list[Any]:
+    """What is printed of any other model, whose configurations are planned; `answer` gets the same as plain values."""
+    from autopar.api.advised import advise_model
+    from autopar.models import load_model
+
+    storage = {"bf16": "bf16-mixed", "fp32": "fp32"}.get(precision)
+    if storage is None:
+        raise ArgumentError(f"--precision {precision} is for transformers with formulas; give bf16 or fp32")
+    tell("building the model")
+    loaded = load_model(**source, precision=storage)
+    advice = advise_model(
+        chosen,
+        loaded.model,
+        args=loaded.args,
+        kwargs=loaded.kwargs,
+        cluster=machine,
+        global_batch=source["batch"],
+        precision=storage,
+        optimizer=optimizer,
+        progress=tell,
+    )
+    written = chosen.write(advice.site, advice.best[0].config, advice.best[0].sharding) if advice.best else ()
+    _write(written, out)
+    answer.update(
+        framework=chosen.title,
+        best=[planned_values(each) for each in advice.best[:top]],
+        does_not_fit=[planned_values(each) for each in advice.too_large[:top]],
+        left_out=list(advice.left_out),
+        written={one.name: one.text for one in written},
+    )
+    return [model_advice_text(advice, source["batch"], written, top)]
+
+
+def _write(written: Sequence[ConfigFile], out: Path | None) -> None:
+    if out is None:
         return
-    console = console_of(False)
-    console.print(advice_text(advice, written), highlight=False)
-    if compared:
-        console.print(sizes_table(compared, job, "cost"), highlight=False)
-        for line in _choice(compared, deadline, budget):
-            console.print(line, highlight=False)
+    out.mkdir(parents=True, exist_ok=True)
+    for one in written:
+        write_whole(out / one.name.replace(" ", "-").replace("'", ""), one.text.encode())
 
 
 def _choice(compared: Any, deadline: float | None, budget: float | None) -> list[str]:

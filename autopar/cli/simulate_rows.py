@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from autopar.cost_models.named_shapes import named_shape
 from autopar.cost_models.training_config import ALIASES, TRUTH, TrainingConfig
-from autopar.cost_models.transformer import TransformerShape, shape_from_config
+from autopar.cost_models.transformer import READERS, TransformerShape, shape_from_config
 from autopar.errors import ArgumentError, AutoparError
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.domains import Domain, checked_number
@@ -78,6 +79,17 @@ def read_row(row: Mapping[str, str], where: str) -> tuple[TransformerShape, Trai
         raise type(error)(f"{where}: {error}") from error
 
 
+def has_shape(model: str) -> bool:
+    """Whether the formulas of transformers know this model: a name, or a config.json of a known kind.
+
+    Raises:
+        ArgumentError: if there is no such config.json.
+    """
+    if not model.startswith("hf:"):
+        return ":" not in model
+    return _config_of(model.removeprefix("hf:"))[0].get("model_type") in READERS
+
+
 def read_shape(model: str) -> TransformerShape:
     """The shape of a model by its name, or of hf:config.json.
 
@@ -110,6 +122,11 @@ def _shape(values: Mapping[str, str]) -> TransformerShape:
 
 @lru_cache(maxsize=64)
 def _from_config(text: str) -> TransformerShape:
+    config, file = _config_of(text)
+    return shape_from_config(config, str(file.parent.name or file.name))
+
+
+def _config_of(text: str) -> tuple[dict[str, Any], Path]:
     path = Path(text)
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -118,7 +135,7 @@ def _from_config(text: str) -> TransformerShape:
         raise ArgumentError(f"{file} is no config.json that can be read: {error}") from error
     if not isinstance(config, dict):
         raise ArgumentError(f"{file} holds {type(config).__name__}, not a config")
-    return shape_from_config(config, str(file.parent.name or file.name))
+    return config, file
 
 
 def _config(values: Mapping[str, str]) -> TrainingConfig:

@@ -40,12 +40,18 @@ def advice_text(advice: Advice, written: Sequence[ConfigFile]) -> RenderableType
     if ranking.too_large:
         parts.append(_misses(ranking.too_large, job))
     parts += [Text(note) for note in _notes(advice)]
+    return Group(*parts, *paste(written))
+
+
+def paste(written: Sequence[ConfigFile]) -> list[RenderableType]:
+    """Files as they are, under their names."""
+    parts: list[RenderableType] = []
     for one in written:
         parts += [Text(""), Text(one.name, style="bold"), Syntax(one.text.rstrip(), one.language, theme="ansi_light")]
-    return Group(*parts)
+    return parts
 
 
-def sizes_table(sizes: Sequence[ClusterSize], job: Job, currency: str) -> Table:
+def sizes_table(sizes: Sequence[ClusterSize], currency: str) -> Table:
     """One line a number of GPUs."""
     table = columns_of("how many GPUs", "configuration", "GPUs", "step", "MFU", "tokens/s", "days", currency, folded=1)
     for size in sizes:

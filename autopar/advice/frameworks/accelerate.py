@@ -4,7 +4,7 @@ Keys are those of accelerate 1.15: commands/config/config_args.py, utils/datacla
 """
 
 from autopar.advice.config_file import flat_keys, truth, whole
-from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Job, Sharding
+from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Sharding, Site
 from autopar.advice.frameworks.fsdp2 import DDP, EAGER, EAGER_SOURCE, FSDP, HYBRID, KEPT
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.errors import ArgumentError
@@ -12,15 +12,14 @@ from autopar.errors import ArgumentError
 DEGREES = {"tp": "tp", "cp": "cp"}
 
 
-def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
+def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
     """The YAML file, and the sizes that a script gives to its data loader and `Accelerator`."""
-    nodes = job.cluster.num_devices // job.devices_per_node
     lines = [
         "compute_environment: LOCAL_MACHINE",
         "debug: false",
         f"distributed_type: {'FSDP' if config.zero else 'MULTI_GPU'}",
         f"mixed_precision: '{'no' if config.precision == 'fp32' else config.precision.partition('-')[0]}'",
-        f"num_machines: {nodes}",
+        f"num_machines: {site.nodes}",
         f"num_processes: {config.num_devices}",
         "machine_rank: 0",
         "main_training_function: main",
@@ -64,7 +63,7 @@ def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigF
     )
 
 
-def read(text: str, name: str, job: Job) -> Fields:
+def read(text: str, name: str, site: Site) -> Fields:
     """Degrees and policy of a config file; sizes of batches are the script's, so they are not in it."""
     keys = flat_keys(text, name)
     kind = str(keys.get("distributed_type", "MULTI_GPU"))
@@ -78,7 +77,7 @@ def read(text: str, name: str, job: Job) -> Fields:
     for key in DEGREES:
         found[key] = sizes[key] or 1
     found["replicate"] = sizes["dp_replicate"] or 1
-    found["dp"] = job.cluster.num_devices // (int(str(found["tp"])) * int(str(found["cp"])))
+    found["dp"] = site.cluster.num_devices // (int(str(found["tp"])) * int(str(found["cp"])))
     reshard = str(keys.get("fsdp_config.fsdp_reshard_after_forward", "true")).lower()
     found["keep_gathered"] = kind == "FSDP" and reshard in ("false", "shard_grad_op")
     if str(keys.get("fsdp_config.fsdp_sharding_strategy", "")).upper() in ("2", "SHARD_GRAD_OP"):

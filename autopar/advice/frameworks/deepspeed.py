@@ -6,12 +6,12 @@ Keys are those of DeepSpeed 0.19 (runtime/config.py, runtime/zero/config.py, run
 import json
 
 from autopar.advice.config_file import flat_keys, whole
-from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Job, Sharding
+from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Sharding, Site
 from autopar.advice.frameworks.fsdp2 import EAGER, EAGER_SOURCE
 from autopar.cost_models.training_config import TrainingConfig
 
 
-def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
+def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
     """The JSON file; what is recomputed is the model's switch."""
     table: dict[str, object] = {
         "train_batch_size": config.global_batch,
@@ -36,11 +36,11 @@ def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigF
     return tuple(found)
 
 
-def read(text: str, name: str, job: Job) -> Fields:
+def read(text: str, name: str, site: Site) -> Fields:
     """ZeRO's stage, batch and tensor parallel ranks of a JSON file."""
     keys = flat_keys(text, name)
     tp = whole(keys, "tensor_parallel.autotp_size", name) or 1
-    dp = job.cluster.num_devices // max(tp, 1)
+    dp = site.cluster.num_devices // max(tp, 1)
     size = whole(keys, "train_micro_batch_size_per_gpu", name)
     parts = whole(keys, "gradient_accumulation_steps", name)
     batch = whole(keys, "train_batch_size", name)

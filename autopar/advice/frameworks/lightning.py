@@ -4,7 +4,7 @@ Names are those of lightning 2.6.
 """
 
 from autopar.advice.config_file import flat_keys
-from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Job, Sharding
+from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Sharding, Site
 from autopar.advice.frameworks.fsdp2 import DDP, EAGER, EAGER_SOURCE
 from autopar.advice.words import read_words
 from autopar.cost_models.training_config import TrainingConfig
@@ -12,9 +12,8 @@ from autopar.cost_models.training_config import TrainingConfig
 STRATEGIES = {(3, False, False): "FULL_SHARD", (3, True, False): "SHARD_GRAD_OP", (3, False, True): "HYBRID_SHARD"}
 
 
-def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
+def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
     """The strategy and the `Trainer`, and what a module's `configure_model` does for tensor parallel ranks."""
-    nodes = job.cluster.num_devices // job.devices_per_node
     precision = {"fp32": "32-true", "fp16": "16-mixed"}.get(config.precision, "bf16-mixed")
     imports, note = ["import lightning as L"], ""
     if config.zero == 0:
@@ -41,8 +40,8 @@ def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigF
         "trainer = L.Trainer(",
         f"    strategy={strategy},",
         f'    precision="{precision}",',
-        f"    devices={job.devices_per_node},",
-        f"    num_nodes={nodes},",
+        f"    devices={site.devices_per_node},",
+        f"    num_nodes={site.nodes},",
         f"    accumulate_grad_batches={config.num_microbatches},",
         ")",
     ]
@@ -50,9 +49,9 @@ def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigF
     return (ConfigFile(name="trainer.py", text=code, language="python"),)
 
 
-def read(text: str, name: str, job: Job) -> Fields:
+def read(text: str, name: str, site: Site) -> Fields:
     """Words: `zero=3, mbs=1, recompute=full`; Python is not run."""
-    return read_words(flat_keys(text, name), name, job)
+    return read_words(flat_keys(text, name), name, site)
 
 
 LIGHTNING = Framework(

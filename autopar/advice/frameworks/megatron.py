@@ -4,7 +4,7 @@ Flags are those of megatron/training/arguments.py (Megatron-LM core_v0.12 and ne
 """
 
 from autopar.advice.config_file import flat_keys, truth, whole
-from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Job, Sharding
+from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Sharding, Site
 from autopar.cost_models.training_config import TrainingConfig
 
 HABITS = {"overlap_data": True, "overlap_tensor": "all", "main_grads": True, "fused_grad_sum": True}
@@ -20,7 +20,7 @@ DEGREES = {
 VIRTUAL = "num-layers-per-virtual-pipeline-stage"
 
 
-def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
+def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
     """Arguments of pretrain_gpt.py, the model's own left to the user."""
     flags: list[str] = [
         f"--{key} {getattr(config, field)}" for key, field in DEGREES.items() if key != "expert-model-parallel-size"
@@ -29,7 +29,7 @@ def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigF
         flags.append(f"--expert-model-parallel-size {config.ep}")
     if config.virtual_stages > 1:
         flags.append(f"--num-virtual-stages-per-pipeline-rank {config.virtual_stages}")
-    if config.pp > 1 and job.shape.layers % (config.pp * config.virtual_stages):
+    if config.pp > 1 and site.layers % (config.pp * config.virtual_stages):
         flags += ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
     if config.sequence_parallel:
         flags.append("--sequence-parallel")
@@ -45,17 +45,16 @@ def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigF
     flags += {"fp16": ["--fp16"], "fp32": [], "fp8": ["--bf16", "--fp8-format hybrid"]}.get(
         config.precision, ["--bf16"]
     )
-    nodes = job.cluster.num_devices // job.devices_per_node
-    first = f"torchrun --nnodes {nodes} --nproc-per-node {job.devices_per_node} pretrain_gpt.py"
+    first = f"torchrun --nnodes {site.nodes} --nproc-per-node {site.devices_per_node} pretrain_gpt.py"
     return (ConfigFile(name="Megatron-LM's arguments", text=" \\\n  ".join([first, *flags]), language="bash"),)
 
 
-def read(text: str, name: str, job: Job) -> Fields:
+def read(text: str, name: str, site: Site) -> Fields:
     """Degrees, batch, recompute and optimizer of a script's flags (or the same keys as YAML, JSON or TOML)."""
     keys = {key.replace("_", "-"): value for key, value in flat_keys(text, name).items()}
     found: dict[str, object] = {field: n for key, field in DEGREES.items() if (n := whole(keys, key, name)) is not None}
     tp, pp, cp = (int(str(found.get(degree, 1))) for degree in ("tp", "pp", "cp"))
-    found["dp"] = job.cluster.num_devices // (tp * pp * cp)
+    found["dp"] = site.cluster.num_devices // (tp * pp * cp)
     found["sequence_parallel"] = truth(keys, "sequence-parallel") or False
     found["zero"] = 1 if truth(keys, "use-distributed-optimizer") else 0
     found["overlap_data"] = truth(keys, "overlap-grad-reduce") or False
@@ -67,7 +66,7 @@ def read(text: str, name: str, job: Job) -> Fields:
     layers = whole(keys, VIRTUAL, name)
     chunks = whole(keys, "num-virtual-stages-per-pipeline-rank", name)
     if pp > 1:
-        found["virtual_stages"] = chunks or (job.shape.layers // pp // layers if layers else 1)
+        found["virtual_stages"] = chunks or (site.layers // pp // layers if layers else 1)
     return found
 
 
@@ -92,4 +91,5 @@ MEGATRON = Framework(
     ),
     write=write,
     read=read,
+    own_models=True,
 )

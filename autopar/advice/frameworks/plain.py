@@ -1,7 +1,7 @@
 """Plain torch: `fully_shard`, `parallelize_module` and `checkpoint` around an unmodified model (FSDP2)."""
 
 from autopar.advice.config_file import flat_keys
-from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Job, Sharding
+from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Sharding, Site
 from autopar.advice.frameworks.fsdp2 import DDP, EAGER, EAGER_SOURCE, FSDP, HYBRID, KEPT
 from autopar.advice.words import read_words
 from autopar.cost_models.training_config import TrainingConfig
@@ -21,7 +21,7 @@ plan = {
 """
 
 
-def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
+def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
     """A function that distributes a model whose layers are `model.layers`, and the loop's sizes."""
     dims = [
         ("replicate", config.replicate if config.zero else config.dp),
@@ -76,9 +76,9 @@ def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigF
     return (ConfigFile(name="distribute.py", text="".join(lines), language="python"),)
 
 
-def read(text: str, name: str, job: Job) -> Fields:
+def read(text: str, name: str, site: Site) -> Fields:
     """Words: `tp=2, zero=3, micro_batch=1`; Python is not run."""
-    return read_words(flat_keys(text, name), name, job)
+    return read_words(flat_keys(text, name), name, site)
 
 
 PLAIN = Framework(

@@ -5,7 +5,7 @@ earlier releases had too.
 """
 
 from autopar.advice.config_file import flat_keys, truth, whole
-from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Job, Sharding
+from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Sharding, Site
 from autopar.cost_models.training_config import TrainingConfig
 
 HABITS = {"overlap_data": True, "fusion": "norm", "in_place_loss": False}
@@ -22,7 +22,7 @@ DEGREES = {
 }
 
 
-def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
+def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
     """The command line of a run; `--module` and `--config` choose the model among torchtitan's own."""
     staged = config.pp > 1
     settings: dict[str, object] = {
@@ -45,22 +45,21 @@ def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigF
         }
     lines = [f"--{key} {value}" for key, value in settings.items()]
     lines += ["--compile.enable", f"activation-checkpoint:{RECOMPUTE[config.recompute]}"]
-    nodes = job.cluster.num_devices // job.devices_per_node
     first = (
-        f"torchrun --nnodes {nodes} --nproc-per-node {job.devices_per_node} -m torchtitan.train "
-        f"--module {'llama3' if job.shape.name in MODELS else 'MODULE'} --config {MODELS.get(job.shape.name, 'CONFIG')}"
+        f"torchrun --nnodes {site.nodes} --nproc-per-node {site.devices_per_node} -m torchtitan.train "
+        f"--module {'llama3' if site.model in MODELS else 'MODULE'} --config {MODELS.get(site.model, 'CONFIG')}"
     )
     return (ConfigFile(name="torchtitan's command line", text=" \\\n  ".join([first, *lines]), language="bash"),)
 
 
-def read(text: str, name: str, job: Job) -> Fields:
+def read(text: str, name: str, site: Site) -> Fields:
     """Degrees, batch, recompute and schedule of torchtitan's flags or TOML."""
     keys = flat_keys(text, name)
     found: dict[str, object] = {field: n for key, field in DEGREES.items() if (n := whole(keys, key, name)) is not None}
     replicate = whole(keys, "parallelism.data_parallel_replicate_degree", name) or 1
     sharded = whole(keys, "parallelism.data_parallel_shard_degree", name)
     tp, pp, cp = (int(str(found.get(degree, 1))) for degree in ("tp", "pp", "cp"))
-    dp = job.cluster.num_devices // (tp * pp * cp) if sharded in (None, -1) else int(str(sharded)) * replicate
+    dp = site.cluster.num_devices // (tp * pp * cp) if sharded in (None, -1) else int(str(sharded)) * replicate
     found |= {"dp": dp, "zero": 3, "replicate": replicate, "sequence_parallel": tp > 1}
     if dp == replicate > 1 and cp == 1:
         found |= {"zero": 0, "replicate": 1}
@@ -112,6 +111,7 @@ TORCHTITAN = Framework(
     ),
     write=write,
     read=read,
+    own_models=True,
     notes=(
         "with torch.compile, without float8 unless --precision says so, and without asynchronous tensor parallelism",
     ),

@@ -6,13 +6,13 @@ Names are those of transformers 5.23, training_args.py; arguments are written as
 import json
 
 from autopar.advice.config_file import flat_keys, truth, whole
-from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Job, Sharding
+from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Sharding, Site
 from autopar.advice.frameworks.fsdp2 import DDP, EAGER, EAGER_SOURCE, FSDP, HYBRID, KEPT
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.errors import ArgumentError
 
 
-def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
+def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
     """`TrainingArguments` as JSON, how they are read, and how the script is started."""
     arguments: dict[str, object] = {
         "output_dir": "out",
@@ -30,7 +30,6 @@ def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigF
         }
     elif config.recompute == "full":
         arguments["gradient_checkpointing"] = True
-    nodes = job.cluster.num_devices // job.devices_per_node
     code = (
         "from transformers import HfArgumentParser, TrainingArguments\n\n(args,) = HfArgumentParser(TrainingArguments)"
     )
@@ -53,13 +52,13 @@ def write(job: Job, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigF
         ConfigFile(name="in the script", text=code, language="python"),
         ConfigFile(
             name="to start it",
-            text=f"torchrun --nnodes {nodes} --nproc-per-node {job.devices_per_node} train.py\n",
+            text=f"torchrun --nnodes {site.nodes} --nproc-per-node {site.devices_per_node} train.py\n",
             language="bash",
         ),
     )
 
 
-def read(text: str, name: str, job: Job) -> Fields:
+def read(text: str, name: str, site: Site) -> Fields:
     """Batch, accumulation, policy and degrees of `TrainingArguments` as JSON, YAML or flags."""
     keys = flat_keys(text, name)
     if keys.get("deepspeed"):
@@ -70,7 +69,7 @@ def read(text: str, name: str, job: Job) -> Fields:
     for degree in ("tp", "cp"):
         found[degree] = whole(keys, f"parallelism_config.{degree}_size", name) or 1
     found["replicate"] = whole(keys, "parallelism_config.dp_replicate_size", name) or 1
-    dp = job.cluster.num_devices // (int(str(found["tp"])) * int(str(found["cp"])))
+    dp = site.cluster.num_devices // (int(str(found["tp"])) * int(str(found["cp"])))
     found["dp"] = dp
     reshard = truth(keys, "fsdp_config.reshard_after_forward")
     found["keep_gathered"] = sharded and (reshard is False or "shard_grad_op" in fsdp)

@@ -1,0 +1,166 @@
+"""Which data-parallel configuration of a framework trains a model of any kind fastest? Each is priced as a plan.
+
+`autopar.advice` has formulas for decoder transformers. Of any other model each policy that the framework has (DDP,
+ZeRO, FSDP) is a named configuration of it, planned and priced as every plan is. Larger micro-batches take less time and
+more memory: the largest that fits is looked for without recompute, and where not even one sample fits, with it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from autopar.advice.framework import Framework, Sharding, Site
+from autopar.advice.planned import ModelAdvice, PlannedConfiguration
+from autopar.api.model_plan import ModelPlan
+from autopar.api.planning import plan
+from autopar.cost_models.training_config import TrainingConfig
+from autopar.errors import ArgumentError, BatchError, InfeasibleError
+from autopar.values.cluster import Cluster
+from autopar.values.divisors import divisors
+from autopar.values.train_config import NUM_STATES
+
+MOST_MICRO_BATCH = 256
+"""Samples of a micro-batch that are tried first: half takes one more try where more would fit, double one more where
+it does not."""
+
+
+def advise_model(
+    framework: Framework,
+    model: nn.Module,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    cluster: Cluster,
+    global_batch: int,
+    precision: str = "bf16-mixed",
+    optimizer: str = "adamw",
+    progress: Callable[[str], None] | None = None,
+) -> ModelAdvice:
+    """Rank the data-parallel configurations of a framework for a model that returns its loss.
+
+    Args:
+        framework: whose.
+        model: unmodified, on any device.
+        args, kwargs: of one call.
+        cluster: where it is trained.
+        global_batch: samples a step.
+        precision: as for `plan`.
+        optimizer: as for `plan`.
+        progress: told what is being priced.
+
+    Raises:
+        ArgumentError: if the framework trains models of its own only.
+        BatchError: if the devices do not divide the batch.
+        AutoparError: as `plan`, of a model that cannot be captured.
+    """
+    if framework.own_models:
+        raise ArgumentError(
+            f"{framework.name} trains the transformers that it has itself; give one by its name or hf:config.json, or "
+            "--for trainer, accelerate, lightning, deepspeed or fsdp"
+        )
+    devices = cluster.num_devices
+    if global_batch % devices:
+        raise BatchError(
+            f"global batch {global_batch} is not divisible by {devices} data-parallel ranks; use a multiple of "
+            f"{devices}"
+        )
+    tell = progress or (lambda _: None)
+    best: list[PlannedConfiguration] = []
+    too_large: list[PlannedConfiguration] = []
+    left_out: list[str] = []
+    for sharding in framework.space.shardings:
+        if (recipe := _recipe(sharding)) is None:
+            left_out.append(f"{sharding.name}: no plan of autopar keeps what it keeps")
+            continue
+
+        def priced(size: int, kind: str, recipe: str = recipe, sharding: Sharding = sharding) -> PlannedConfiguration:
+            words = f"{recipe},mbs={size}" + (f",recompute={kind}" if kind != "none" else "")
+            tell(f"pricing {words}")
+            found = plan(
+                model,
+                args=args,
+                kwargs=kwargs,
+                cluster=cluster,
+                global_batch=global_batch,
+                precision=precision,
+                optimizer=optimizer,
+                baseline=words,
+                with_baselines=False,
+                check=False,
+            )
+            config = _config(framework, sharding, devices, global_batch, size, kind, optimizer)
+            return _planned(found, config, sharding, words, cluster)
+
+        try:
+            for each in _largest(priced, global_batch // devices, framework.space.recompute):
+                (best if each.fits else too_large).append(each)
+        except InfeasibleError as error:
+            left_out.append(f"{sharding.name}: {error}")
+    return ModelAdvice(
+        framework=framework,
+        site=Site(cluster=cluster, model=type(model).__name__),
+        best=tuple(sorted(best, key=lambda each: (each.seconds, each.nbytes))),
+        too_large=tuple(sorted(too_large, key=lambda each: each.nbytes)),
+        left_out=tuple(left_out),
+    )
+
+
+def _recipe(sharding: Sharding) -> str | None:
+    """The named configuration of a policy; DeepSpeed's ZeRO-2 keeps weights for the step and gradients sharded, hybrid
+    groups are no named one."""
+    if sharding.hybrid or sharding.zero == 2:
+        return None
+    if sharding.zero == 3:
+        return f"fsdp:zero={2 if sharding.keep_gathered else 3}"
+    return f"ddp:zero={sharding.zero}"
+
+
+def _largest(
+    priced: Callable[[int, str], PlannedConfiguration], samples: int, kinds: Sequence[str]
+) -> Iterator[PlannedConfiguration]:
+    """What was priced until one fits: micro-batches from the largest on by halves, then with recompute."""
+    sizes = [size for size in divisors(samples) if size <= MOST_MICRO_BATCH]
+    for kind in (kinds[0], kinds[-1]):
+        upper = len(sizes)
+        while upper:
+            each = priced(sizes[upper - 1], kind)
+            yield each
+            if each.fits:
+                return
+            below = [n for n, size in enumerate(sizes[: upper - 1], start=1) if size * 2 <= sizes[upper - 1]]
+            upper = max(below, default=upper - 1)
+
+
+def _planned(
+    found: ModelPlan, config: TrainingConfig, sharding: Sharding, words: str, cluster: Cluster
+) -> PlannedConfiguration:
+    estimate = found.estimate
+    return PlannedConfiguration(
+        config=config,
+        sharding=sharding,
+        words=words,
+        seconds=estimate.step_seconds,
+        nbytes=estimate.peak_nbytes,
+        fits=estimate.peak_nbytes <= cluster.device.memory_bytes,
+        memory=dict(estimate.memory),
+    )
+
+
+def _config(
+    framework: Framework, sharding: Sharding, devices: int, global_batch: int, size: int, kind: str, optimizer: str
+) -> TrainingConfig:
+    """What is written; a model of any kind has samples, not tokens."""
+    return TrainingConfig(
+        **{
+            **framework.habits,
+            "dp": devices,
+            "zero": sharding.zero,
+            "keep_gathered": sharding.keep_gathered,
+            "micro_batch": size,
+            "global_batch": global_batch,
+            "seq": 1,
+            "recompute": kind,
+            "optimizer_states": NUM_STATES[optimizer],
+        }  # type: ignore[arg-type]
+    )

@@ -1,0 +1,68 @@
+"""Advice for a model of any kind as text: its planned configurations, and what to paste."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from autopar.advice.framework import ConfigFile
+from autopar.advice.planned import ModelAdvice, PlannedConfiguration
+from autopar.report.advice_text import paste
+from autopar.report.tables import columns_of
+from autopar.report.units import seconds_text
+
+
+def model_advice_text(
+    advice: ModelAdvice, global_batch: int, written: Sequence[ConfigFile], most: int
+) -> RenderableType:
+    """The whole answer. written: the best configuration in the framework's own form. most: rows of each table."""
+    cluster = advice.site.cluster
+    memory = cluster.device.memory_bytes / 1e9
+    parts: list[RenderableType] = [
+        Text(f"{advice.site.model}   {cluster.num_devices} {cluster.device.name}   batch {global_batch}"),
+        Text(""),
+    ]
+    if advice.best:
+        best = advice.best[0]
+        parts.append(
+            Text(
+                f"{advice.framework.title}: {seconds_text(best.seconds)} a step, {global_batch / best.seconds:,.0f} "
+                f"samples/s, {best.nbytes / 1e9:.1f} of {memory:.0f} GB a device"
+            )
+        )
+        parts.append(Text(f"  {_words(best)}"))
+    else:
+        parts.append(Text(f"no data-parallel configuration of {advice.framework.title} fits"))
+    for title, rows in (("that fit", advice.best), (f"that do not fit in {memory:.0f} GB", advice.too_large)):
+        if rows:
+            table = columns_of(f"configurations {title}", "configuration", "step", "GB a device", folded=1)
+            for row in rows[:most]:
+                table.add_row(_words(row), seconds_text(row.seconds), f"{row.nbytes / 1e9:.1f}")
+            parts.append(table)
+    parts += [Text(f"left out: {reason}") for reason in advice.left_out]
+    parts.append(Text("each is priced as a plan; without these limits: autopar plan MODEL --cluster C --mesh auto"))
+    return Group(*parts, *paste(written))
+
+
+def planned_values(row: PlannedConfiguration) -> dict[str, Any]:
+    """A configuration as plain values."""
+    config = row.config
+    return {
+        "words": row.words,
+        "sharding": row.sharding.name,
+        "dp": config.dp,
+        "micro_batch": config.micro_batch,
+        "accumulate": config.num_microbatches,
+        "recompute": config.recompute,
+        "step_seconds": row.seconds,
+        "gigabytes": row.nbytes / 1e9,
+        "fits": row.fits,
+        "memory_gb": {kind: nbytes / 1e9 for kind, nbytes in row.memory.items()},
+    }
+
+
+def _words(row: PlannedConfiguration) -> str:
+    config = row.config
+    recompute = "nothing recomputed" if config.recompute == "none" else f"recompute {config.recompute}"
+    return f"{row.sharding.name}, micro-batch {config.micro_batch} x {config.num_microbatches}, {recompute}"
