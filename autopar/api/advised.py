@@ -5,7 +5,7 @@ ZeRO, FSDP) is a named configuration of it, planned and priced as every plan is.
 more memory: the largest that fits is looked for without recompute, and where not even one sample fits, with it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -28,9 +28,8 @@ it does not."""
 def advise_model(
     framework: Framework,
     model: nn.Module,
+    example_inputs: Any,
     *,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
     cluster: Cluster,
     global_batch: int,
     precision: str = "bf16-mixed",
@@ -42,7 +41,7 @@ def advise_model(
     Args:
         framework: whose.
         model: unmodified, on any device.
-        args, kwargs: of one call.
+        example_inputs: of one call, as for `plan`.
         cluster: where it is trained.
         global_batch: samples a step.
         precision: as for `plan`.
@@ -79,8 +78,7 @@ def advise_model(
             tell(f"pricing {words}")
             found = plan(
                 model,
-                args=args,
-                kwargs=kwargs,
+                example_inputs,
                 cluster=cluster,
                 global_batch=global_batch,
                 precision=precision,

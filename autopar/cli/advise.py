@@ -149,8 +149,7 @@ def _own_model(
     advice = advise_model(
         chosen,
         loaded.model,
-        args=loaded.args,
-        kwargs=loaded.kwargs,
+        loaded.kwargs or loaded.args,
         cluster=machine,
         global_batch=source["batch"],
         precision=storage,
