@@ -97,8 +97,7 @@ def answer(cases: list[Case]) -> Answer | None:
         for size in micro_batches(layout)
         for kind in framework.space.recompute
     )
-    best = ranking.best[0]
-    c = best.config
+    best = ranking.best[0] if ranking.best else None
     return Answer(
         source=used.source,
         model=used.shape.name,
@@ -108,8 +107,8 @@ def answer(cases: list[Case]) -> Answer | None:
         expressible=expressible,
         place=1 + sum(each.seconds < predicted for each in ranking.best),
         predicted=predicted,
-        best=_degrees(c),
-        best_seconds=best.seconds,
+        best="nothing fits" if best is None else _degrees(best.config),
+        best_seconds=float("nan") if best is None else best.seconds,
         slower=_slower(timed),
         seconds=seconds,
     )
@@ -182,8 +181,15 @@ def main() -> None:
     for case in read_folder(given.references).cases:
         if framework_of(case) is not None:
             groups[(*case.group, case.stack, case.shape.name)].append(case)
-    answers = []
+    # Of groups that ask the same (other kernels, other days) the one with the most layouts.
+    questions: dict[tuple[object, ...], list[Case]] = {}
     for cases in groups.values():
+        first = cases[0]
+        sizes = replace(first.shape, name="")
+        key = (first.source, sizes, first.cluster.num_devices, first.config.global_batch, first.config.seq)
+        questions[key] = max(questions.get(key, []), cases, key=len)
+    answers = []
+    for cases in questions.values():
         found = answer(cases)
         if found is not None:
             answers.append(found)

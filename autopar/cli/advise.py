@@ -20,6 +20,7 @@ from autopar.report.advice_text import advice_text, sizes_table
 from autopar.report.model_advice_text import model_advice_text, planned_values
 from autopar.values.cluster import load_cluster
 from autopar.values.domains import MOST_DEVICES, POSITIVE, Domain, checked_number
+from autopar.values.plan_file import load_plan
 from autopar.values.whole_file import write_whole
 
 COMPARE = "What it is compared with"
@@ -45,6 +46,9 @@ def advise(
     set_: Set = None,
     config: Annotated[
         str | None, option(COMPARE, help="your own configuration: a file, or words as tp=2,mbs=1")
+    ] = None,
+    plan: Annotated[
+        Path | None, option(COMPARE, help="a plan.json of the same model, batch and devices: what autopar would do")
     ] = None,
     gpus: Annotated[str | None, option(COMPARE, help="numbers of GPUs to compare, as 8,16,32")] = None,
     tokens: Annotated[float | None, option(COMPARE, help="with --gpus: of the whole training, as 300e9")] = None,
@@ -74,6 +78,9 @@ def advise(
             raise ArgumentError(f"{name} needs {needed}")
     states = _states(optimizer)
     machine = load_cluster(cluster)
+    planned = None if plan is None else load_plan(plan)
+    if planned is not None and planned.world != machine.num_devices:
+        raise ArgumentError(f"--plan {plan} is for {planned.world} devices, {machine} has {machine.num_devices}")
     console = console_of(as_json)
     with one_answer(as_json) as answer, ProgressLine(console) as tell:
         if not has_shape(model):
@@ -102,6 +109,13 @@ def advise(
                 compared = sizes(chosen, job, _counts(gpus), tokens=tokens, price_per_hour=price)
                 answer["gpus"] = [size_values(size) for size in compared]
                 shown += [sizes_table(compared, "cost"), *_choice(compared, deadline, budget)]
+        if planned is not None:
+            estimate = planned.estimate
+            answer["plan"] = {"step_seconds": estimate.step_seconds, "gap": estimate.gap}
+            shown.append(
+                f"autopar's plan {plan}: {estimate.step_seconds:.4g} s a step, within {estimate.gap:.1%} of the best in "
+                f"the space searched, {estimate.peak_nbytes / 1e9:.1f} GB; priced op by op, not by these formulas"
+            )
     for part in shown if not as_json else ():
         console.print(part, highlight=False)
 

@@ -170,6 +170,7 @@ if dist.is_initialized():
 """
 
 
+@pytest.mark.skipif("AUTOPAR_INTEGRATIONS" not in os.environ, reason="ten runs of four processes: make integrations")
 @pytest.mark.parametrize("kind", ["FSDP", "FSDP recomputed", "HSDP", "DDP", "FSDP with tp"])
 def test_torchs_code_trains_to_the_losses_of_one_process(kind: str, tmp_path: Path) -> None:
     """Each kind of function on 4 Gloo ranks, as it is written but for bf16."""
