@@ -51,6 +51,7 @@ def layer_cases(folder: Path, cases: list[Case], start: Efficiency) -> list[tupl
                 weight=nothing,
                 exchange=NOTHING_EXCHANGED,
                 optimizer_seconds=0.0,
+                host_seconds=0.0,
             )
             found.append((replace(model, id=row["id"], config=config, seconds=float(row["value"]) / 1e3), step))
     return found

@@ -108,25 +108,23 @@ def _state(shape: TransformerShape, config: TrainingConfig, stage: int) -> list[
     """Parameters, gradients, master copies and optimizer state; with ZeRO-3 the gathered copies of two layers."""
     params = stage_params(shape, config, stage)
     weights, grads, states = (config.shards if config.zero >= level else 1 for level in (3, 2, 1))
-    # ZeRO-3 shards hold the float32 parameters themselves
-    full = 4 if config.zero == 3 and config.master_copies else param_nbytes(config)
-    master = 4 if config.master_copies and full != 4 else 0
+    # ZeRO-3 shards hold the float32 parameters themselves, unless the host does
+    wide = config.zero == 3 and config.master_copies and config.offload == "none"
+    full = 4 if wide else param_nbytes(config)
     state = 4 if config.master_copies else full
+    optimizer = 0 if config.offload != "none" else 1
+    shards = 0 if config.offload == "all" else 1
+    master = 4 * optimizer if config.master_copies and full != 4 else 0
     found = [
-        _named("parameters", FORWARD, END, full * params / weights),
-        _named(
-            "gradients",
-            FORWARD,
-            END,
-            (4 if config.zero == 3 and config.master_copies else grad_nbytes(config)) * params / grads,
-        ),
+        _named("parameters", FORWARD, END, shards * full * params / weights),
+        _named("gradients", FORWARD, END, shards * (4 if wide else grad_nbytes(config)) * params / grads),
         _named("master copies", FORWARD, END, master * params / states),
-        _named("optimizer state", FORWARD, END, state * config.optimizer_states * params / states),
+        _named("optimizer state", FORWARD, END, optimizer * state * config.optimizer_states * params / states),
     ]
     if config.main_grads and not config.fused_grad_sum and config.zero < 3 and config.precision != "fp32":
         found.append(_named("16-bit gradients", FORWARD, END, param_nbytes(config) * params / grads))
     if grad_nbytes(config) == 2 and config.master_copies:
-        found.append(_named("float32 gradients", OPTIMIZER, END, 4 * params / states))
+        found.append(_named("float32 gradients", OPTIMIZER, END, optimizer * 4 * params / states))
     if config.zero == 3 and config.pp > 1:
         # gathered once a step, and summed whole until the last micro-batch (FSDP2 under a pipeline)
         found.append(_named("gathered parameters", FORWARD, EXCHANGE, param_nbytes(config) * params))

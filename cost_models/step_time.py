@@ -97,7 +97,7 @@ def _after_pipeline(work: StepWork, efficiency: Efficiency) -> tuple[float, floa
         # Backward of the last micro-batch can hide gradients; with parameters gathered layer by layer all of it can.
         last = float((work.backward @ efficiency.seconds_per_unit()).max())
         hidden = min(efficiency.data_overlap * exchange, _busy(work, efficiency) if each else last)
-    return exchange - hidden, work.optimizer_seconds / efficiency.memory
+    return exchange - hidden, work.optimizer_seconds / efficiency.memory + work.host_seconds
 
 
 def pipeline_seconds(

@@ -15,6 +15,7 @@ import numpy as np
 from autopar.cost_models.collectives import NOTHING_SENT, Transfer, transfer
 from autopar.cost_models.data_exchange import CP, PP, TP, Exchange, data_exchange
 from autopar.cost_models.efficiency import Efficiency
+from autopar.cost_models.host_offload import offload_seconds
 from autopar.cost_models.layer_work import (
     Kind,
     PassWork,
@@ -46,7 +47,7 @@ class StepWork:
     it) and `weight` are (rows, kinds), of one micro-batch.
 
     `exchange`: of gradients and parameters with other data-parallel ranks. `optimizer_seconds` at the nominal memory
-    bandwidth.
+    bandwidth. `host_seconds`: copies to the host and its update.
     """
 
     config: TrainingConfig
@@ -56,6 +57,7 @@ class StepWork:
     weight: Work
     exchange: Exchange
     optimizer_seconds: float
+    host_seconds: float
 
 
 def step_work(shape: TransformerShape, config: TrainingConfig, cluster: Cluster, efficiency: Efficiency) -> StepWork:
@@ -87,6 +89,7 @@ def step_work(shape: TransformerShape, config: TrainingConfig, cluster: Cluster,
         rows[key] = (1, work + _accumulate(stage_params(shape, config, stage), config, cluster))
     passes = [work for _, work in rows.values()]
     params = max(stage_params(shape, config, stage) for stage in (0, config.pp - 1))
+    by_host = config.offload != "none"
     return StepWork(
         config=config,
         counts=np.array([count for count, _ in rows.values()], dtype=np.float64),
@@ -94,7 +97,8 @@ def step_work(shape: TransformerShape, config: TrainingConfig, cluster: Cluster,
         backward=np.stack([p.backward + p.weight + p.recompute for p in passes]),
         weight=np.stack([p.weight for p in passes]),
         exchange=data_exchange(shape, config, cluster, efficiency.data_link),
-        optimizer_seconds=_optimizer_bytes(config) * params / device.memory_bandwidth,
+        optimizer_seconds=0.0 if by_host else _optimizer_bytes(config) * params / device.memory_bandwidth,
+        host_seconds=offload_seconds(config, params, cluster) if by_host else 0.0,
     )
 
 

@@ -14,6 +14,7 @@ RECOMPUTE = ("none", "selective", "full", "op", "alternate")
 ATTENTION = ("flash", "flash1", "fused", "unfused")
 PRECISION = ("bf16", "fp16", "fp32", "fp8", "fp8-rowwise")
 SCHEDULES = ("1f1b", "gpipe", "zb-1p", "zb-2p", "zbv")
+OFFLOAD = ("none", "optimizer", "all")
 FUSION = ("none", "norm", "all")
 TENSOR_OVERLAP = ("none", "backward", "all")
 ALIASES = {"microbatch": "micro_batch", "mbs": "micro_batch", "vpp": "virtual_stages", "sp": "sequence_parallel"}
@@ -46,6 +47,8 @@ class TrainingConfig:
     `replicate`: of the data-parallel ranks, groups that each hold all of what ZeRO shards, as in torch's HSDP: shards
     are gathered inside a group, gradients summed over groups too. `keep_gathered`: parameters gathered by ZeRO-3 stay
     until their backward (FSDP2's `reshard_after_forward=False`).
+    `offload`: what the host's memory holds and its processors update: the optimizer's state and master copies, or all
+    of a ZeRO-3 rank's shards.
     `per_tensor_exchange`: each parameter is gathered and each gradient sent by itself, as plans do, not in buckets.
     `deepspeed_zero3`: ZeRO-3 as DeepSpeed of 2021, not FSDP2: a collective a weight instead of one a layer, into a list
     of as many tensors as ranks; what a recomputed forward gathers is released before its backward. `whole_gradients`:
@@ -62,6 +65,7 @@ class TrainingConfig:
     zero: int = 0
     replicate: int = 1
     keep_gathered: bool = False
+    offload: str = "none"
     sequence_parallel: bool = False
     micro_batch: int
     global_batch: int
@@ -107,6 +111,7 @@ class TrainingConfig:
         for field, known in (
             ("recompute", RECOMPUTE), ("attention", ATTENTION), ("precision", PRECISION),
             ("schedule", SCHEDULES), ("fusion", FUSION), ("zero", (0, 1, 2, 3)), ("overlap_tensor", TENSOR_OVERLAP),
+            ("offload", OFFLOAD),
         ):  # fmt: skip
             if getattr(self, field) not in known:
                 raise ArgumentError(f"{field} {getattr(self, field)!r} is not one of {', '.join(map(str, known))}")
@@ -121,6 +126,8 @@ class TrainingConfig:
             raise MeshError(f"replicate {self.replicate} does not divide dp {self.dp}, whose ranks it groups")
         if self.replicate > 1 and not self.zero:
             raise ArgumentError(f"replicate {self.replicate} groups the ranks that ZeRO shards over, but zero is 0")
+        if self.offload == "all" and self.zero != 3:
+            raise ArgumentError(f"offload all is of shards that ZeRO-3 makes, but zero is {self.zero}")
         for field, zero in (("deepspeed_zero3", 3), ("keep_gathered", 3), ("whole_gradients", 1)):
             if getattr(self, field) and self.zero != zero:
                 raise ArgumentError(f"{field} is for zero {zero}, but zero is {self.zero}")

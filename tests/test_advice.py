@@ -8,18 +8,20 @@ from itertools import pairwise
 import pytest
 
 from autopar.advice.advise import advise, cluster_of, sizes
-from autopar.advice.candidates import layouts, micro_batches
+from autopar.advice.candidates import layouts, micro_batches, offloads
 from autopar.advice.config_file import flat_keys
 from autopar.advice.framework import Framework, Job
 from autopar.advice.frameworks import FRAMEWORKS, framework_named
 from autopar.advice.rank import price, rank
 from autopar.cli.main import main
 from autopar.cost_models.data_exchange import data_exchange
+from autopar.cost_models.efficiency import load_efficiency
 from autopar.cost_models.named_shapes import named_shape
 from autopar.cost_models.step_memory import step_memory
+from autopar.cost_models.step_time import simulate_step
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.cost_models.transformer import TransformerShape
-from autopar.errors import ArgumentError, MeshError
+from autopar.errors import ArgumentError, ClusterError, MeshError
 from autopar.values.cluster import load_cluster
 
 ALL = [pytest.param(framework, id=name) for name, framework in FRAMEWORKS.items()]
@@ -37,9 +39,10 @@ def job_of(shape: TransformerShape = SMALL, cluster: str = "8xh100", global_batc
 
 def configurations(framework: Framework, job: Job) -> list[TrainingConfig]:
     return [
-        replace(layout.config, micro_batch=size, recompute=kind)
+        replace(layout.config, micro_batch=size, recompute=kind, offload=offload)
         for layout in layouts(framework, job)
         for size in micro_batches(layout)
+        for offload in offloads(framework, job, layout)
         for kind in framework.space.recompute
     ]
 
@@ -68,7 +71,7 @@ def test_what_is_written_says_what_was_chosen(framework: Framework) -> None:
     """read(write(configuration)) is the configuration; Lightning's and torch's are Python, which is not run."""
     job = job_of(named_shape("llama-3-8b"), "4x8xh100", 64, 8192)
     names = {"tp", "pp", "dp", "cp", "ep", "zero", "replicate", "keep_gathered", "virtual_stages", "schedule"}
-    names |= {"micro_batch", "global_batch", "recompute"}
+    names |= {"micro_batch", "global_batch", "recompute", "offload"}
     names -= UNSAID.get(framework.name, set())
     for config in random.Random(0).sample(every := configurations(framework, job), min(60, len(every))):
         written = framework.write(job.site, config, framework.sharding_of(config))
@@ -110,9 +113,27 @@ def test_parameters_that_stay_gathered_are_gathered_once() -> None:
     assert step_memory(shape, kept).allocated_nbytes - step_memory(shape, whole).allocated_nbytes > 0.8 * gather
 
 
+def test_what_the_host_holds_is_not_on_the_device_and_takes_time() -> None:
+    """DeepSpeed's two kinds and FSDP's one: bytes go down by what moves, seconds up by copies and the host's update."""
+    shape, cluster = named_shape("llama-3-8b"), load_cluster("8xh100")
+    base = TrainingConfig(dp=8, zero=3, micro_batch=1, global_batch=8, seq=4096, recompute="full")
+    names = ("none", "optimizer", "all")
+    kinds = {name: dict(step_memory(shape, replace(base, offload=name)).kinds) for name in names}
+    assert kinds["optimizer"]["parameters"] == pytest.approx(kinds["none"]["parameters"] / 2, rel=1e-3)
+    assert "optimizer state" not in kinds["optimizer"] and "parameters" not in kinds["all"]
+    efficiency = load_efficiency("h100")
+    seconds = [simulate_step(shape, replace(base, offload=name), cluster, efficiency).seconds for name in names]
+    assert seconds[0] < seconds[1] and seconds[0] < seconds[2]
+    with pytest.raises(ClusterError, match="the host of device v100 is not known"):
+        old = replace(base, offload="all", precision="fp16")
+        simulate_step(shape, old, load_cluster("8xv100"), load_efficiency("v100"))
+    with pytest.raises(ArgumentError, match="zero is 1"):
+        replace(base, zero=1, offload="all")
+
+
 def test_more_gpus_take_fewer_days() -> None:
     job = job_of(named_shape("llama-3-8b"), "8xh100", 256, 4096)
-    found = sizes(FRAMEWORKS["fsdp"], job, (1, 8, 16, 64), tokens=1e12, price_per_hour=2.0)
+    found = sizes(FRAMEWORKS["lightning"], job, (1, 8, 16, 64), tokens=1e12, price_per_hour=2.0)
     assert found[0].best is None and "GB a GPU" in found[0].reason
     days = [size.days for size in found[1:]]
     assert days == sorted(days, reverse=True)

@@ -142,11 +142,12 @@ def cluster_of(machine: Cluster, count: int) -> Cluster:
 def settings_of(priced: Priced) -> dict[str, Any]:
     """A configuration as plain values, in the words of `autopar simulate`."""
     config = priced.config
-    names = ("tp", "pp", "dp", "cp", "ep", "virtual_stages", "schedule", "micro_batch", "recompute", "replicate")
+    names = ("tp", "pp", "dp", "cp", "ep", "replicate", "virtual_stages", "schedule", "micro_batch", "recompute")
     return {name: getattr(config, name) for name in names} | {
         "framework": priced.framework,
         "sharding": priced.sharding.name,
         "zero": config.zero,
+        "offload": config.offload,
         "accumulate": config.num_microbatches,
         "global_batch": config.global_batch,
         "seq": config.seq,

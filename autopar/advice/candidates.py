@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autopar.advice.framework import Framework, FrameworkSpace, Job, Sharding
+from autopar.cost_models.host_offload import has_host
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.values.divisors import divisors
 
@@ -64,6 +65,13 @@ def micro_batches(layout: FrameworkLayout) -> Iterator[int]:
             return
         if config.virtual_stages == 1 or count % config.pp == 0:
             yield size
+
+
+def offloads(framework: Framework, job: Job, layout: FrameworkLayout) -> tuple[str, ...]:
+    """What the host may hold, where it is known: optimizer state that ZeRO splits, everything under ZeRO-3."""
+    zero = layout.config.zero
+    most = {"none": True, "optimizer": zero > 0, "all": zero == 3 and layout.config.pp == 1}
+    return tuple(kind for kind in framework.space.offload if kind == "none" or (most[kind] and has_host(job.cluster)))
 
 
 def _tensor(space: FrameworkSpace, job: Job) -> tuple[int, ...]:

@@ -34,6 +34,7 @@ class FrameworkSpace:
     """Degrees and policies of a framework; what is not there is 1 or none.
 
     shardings: data-parallel policies. recompute: names of `TrainingConfig.recompute`, from the least work to the most.
+    offload: names of `TrainingConfig.offload`, none the first.
     schedules: of pipelines, () where there are none; virtual_stages: numbers of stages of a pipeline rank.
     tensor, context, expert: whether it has these degrees. sequence_parallel: whether tensor parallel ranks split norms
     by sequence. even_layers: each stage has equally many, embedding and head counted as none or as one each.
@@ -45,6 +46,7 @@ class FrameworkSpace:
     recompute: tuple[str, ...]
     schedules: tuple[str, ...] = ()
     virtual_stages: tuple[int, ...] = (1,)
+    offload: tuple[str, ...] = ("none",)
     tensor: bool = True
     context: bool = False
     expert: bool = False

@@ -1,13 +1,13 @@
 """Which of a framework's configurations is the fastest that fits? Each is priced by the models that `simulate` uses.
 
-Of one layout and micro-batch the configuration that recomputes least and fits is the fastest, so that the others are
-not priced. Memory grows with the micro-batch: the first that does not fit under any recompute ends the row. A zbv
-configuration whose bound (no bubbles) is above what is already found is not simulated.
+Of one layout, micro-batch and offload the configuration that recomputes least and fits is the fastest, so that the
+others are not priced. Memory grows with the micro-batch: the first that does not fit under any recompute ends the row.
+A zbv configuration whose bound (no bubbles) is above what is already found is not simulated.
 """
 
 from dataclasses import dataclass, replace
 
-from autopar.advice.candidates import FrameworkLayout, layouts, micro_batches
+from autopar.advice.candidates import FrameworkLayout, layouts, micro_batches, offloads
 from autopar.advice.framework import Framework, Job, Sharding
 from autopar.cost_models.efficiency import Efficiency, nominal_efficiency
 from autopar.cost_models.step_memory import StepMemory, step_memory
@@ -71,19 +71,24 @@ def rank(framework: Framework, job: Job, count: int = 10) -> FrameworkRanking:
 
     for layout in layouts(framework, job):
         for size in micro_batches(layout):
-            kinds = [replace(layout.config, micro_batch=size, recompute=kind) for kind in framework.space.recompute]
-            for config in kinds:
-                memory = step_memory(job.shape, config)
-                weighed += 1
-                if memory.with_reserve(RESERVE) <= limit:
+            fit = False
+            for offload in offloads(framework, job, layout):
+                for kind in framework.space.recompute:
+                    config = replace(layout.config, micro_batch=size, recompute=kind, offload=offload)
+                    memory = step_memory(job.shape, config)
+                    weighed += 1
+                    if memory.with_reserve(RESERVE) > limit:
+                        misses.append((layout, config, memory))
+                        continue
+                    fit = True
+                    if config.schedule == "zbv":
+                        bound = least_seconds(job.shape, config, job.cluster, efficiency)
+                        simulated.append((bound, layout, config, memory))
+                    else:
+                        add(layout, config, memory)
                     break
-                misses.append((layout, config, memory))
-            else:
+            if not fit:
                 break
-            if config.schedule == "zbv":
-                simulated.append((least_seconds(job.shape, config, job.cluster, efficiency), layout, config, memory))
-            else:
-                add(layout, config, memory)
     if not weighed:
         raise ArgumentError(_nothing(framework, job))
     for bound, layout, config, memory in sorted(simulated, key=lambda each: each[0]):
@@ -108,7 +113,7 @@ def _nearest(misses: list[Miss], fitting: set[str]) -> list[Miss]:
     misses.sort(key=lambda miss: miss[2].with_reserve(RESERVE))
     kinds: dict[tuple[object, ...], Miss] = {}
     for layout, config, memory in misses:
-        key = (layout.sharding.name, config.recompute, config.tp > 1, config.pp > 1, config.cp > 1)
+        key = (layout.sharding.name, config.recompute, config.offload, config.tp > 1, config.pp > 1, config.cp > 1)
         kinds.setdefault(key, (layout, config, memory))
     return sorted(kinds.values(), key=lambda miss: (miss[0].sharding.name in fitting, miss[2].with_reserve(RESERVE)))
 

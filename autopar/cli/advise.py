@@ -113,8 +113,8 @@ def advise(
             estimate = planned.estimate
             answer["plan"] = {"step_seconds": estimate.step_seconds, "gap": estimate.gap}
             shown.append(
-                f"autopar's plan {plan}: {estimate.step_seconds:.4g} s a step, within {estimate.gap:.1%} of the best in "
-                f"the space searched, {estimate.peak_nbytes / 1e9:.1f} GB; priced op by op, not by these formulas"
+                f"autopar's plan {plan}: {estimate.step_seconds:.4g} s a step, within {estimate.gap:.1%} of the best "
+                f"in the space searched, {estimate.peak_nbytes / 1e9:.1f} GB; priced op by op, not by these formulas"
             )
     for part in shown if not as_json else ():
         console.print(part, highlight=False)

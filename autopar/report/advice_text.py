@@ -103,6 +103,8 @@ def _degrees(priced: Priced) -> str:
         words.append(kind)
     sharding = priced.sharding.name + (f" in {config.replicate} groups" if config.replicate > 1 else "")
     words += [sharding, f"micro-batch {config.micro_batch} x {config.num_microbatches}"]
+    if config.offload != "none":
+        words.append("the host holds the optimizer" if config.offload == "optimizer" else "the host holds the shards")
     words.append("nothing recomputed" if config.recompute == "none" else f"recompute {config.recompute}")
     return ", ".join(words)
 

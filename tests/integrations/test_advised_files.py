@@ -9,11 +9,12 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from autopar.advice.candidates import layouts, micro_batches
+from autopar.advice.candidates import layouts, micro_batches, offloads
 from autopar.advice.framework import ConfigFile, Framework, Job
 from autopar.advice.frameworks import FRAMEWORKS
 from autopar.cost_models.named_shapes import named_shape
@@ -27,9 +28,9 @@ def written(framework: Framework) -> list[tuple[ConfigFile, ...]]:
     found = {}
     for layout in layouts(framework, JOB):
         for size in micro_batches(layout):
-            for kind in framework.space.recompute:
-                c = replace(layout.config, micro_batch=size, recompute=kind)
-                key = (layout.sharding, c.tp > 1, c.pp > 1, c.cp > 1, kind, c.virtual_stages > 1, c.schedule)
+            for kind, offload in product(framework.space.recompute, offloads(framework, JOB, layout)):
+                c = replace(layout.config, micro_batch=size, recompute=kind, offload=offload)
+                key = (layout.sharding, c.tp > 1, c.pp > 1, c.cp > 1, kind, offload, c.virtual_stages > 1, c.schedule)
                 found.setdefault(key, framework.write(JOB.site, c, layout.sharding))
     return list(found.values())
 

@@ -38,7 +38,7 @@ def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[Confi
             f"  fsdp_activation_checkpointing: {str(config.recompute == 'full').lower()}",
             "  fsdp_state_dict_type: SHARDED_STATE_DICT",
             "  fsdp_cpu_ram_efficient_loading: true",
-            "  fsdp_offload_params: false",
+            f"  fsdp_offload_params: {str(config.offload == 'all').lower()}",
         ]
         if config.tp * config.cp * config.replicate > 1:
             lines += [
@@ -82,6 +82,7 @@ def read(text: str, name: str, site: Site) -> Fields:
     found["keep_gathered"] = kind == "FSDP" and reshard in ("false", "shard_grad_op")
     if str(keys.get("fsdp_config.fsdp_sharding_strategy", "")).upper() in ("2", "SHARD_GRAD_OP"):
         found["keep_gathered"] = True
+    found["offload"] = "all" if truth(keys, "fsdp_config.fsdp_offload_params") else "none"
     found["recompute"] = "full" if truth(keys, "fsdp_config.fsdp_activation_checkpointing") else "none"
     return found
 
@@ -94,6 +95,7 @@ ACCELERATE = Framework(
     space=FrameworkSpace(
         shardings=(FSDP, KEPT, HYBRID, DDP),
         recompute=("none", "full"),
+        offload=("none", "all"),
         context=True,
     ),
     write=write,

@@ -13,18 +13,22 @@ from autopar.cost_models.training_config import TrainingConfig
 
 def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
     """The JSON file; what is recomputed is the model's switch."""
+    zero: dict[str, object] = {
+        "stage": config.zero,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+    }
     table: dict[str, object] = {
         "train_batch_size": config.global_batch,
         "train_micro_batch_size_per_gpu": config.micro_batch,
         "gradient_accumulation_steps": config.num_microbatches,
         "gradient_clipping": 1.0,
-        "zero_optimization": {
-            "stage": config.zero,
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            "reduce_scatter": True,
-        },
+        "zero_optimization": zero,
     }
+    for part, kinds in (("offload_optimizer", ("optimizer", "all")), ("offload_param", ("all",))):
+        if config.offload in kinds:
+            zero[part] = {"device": "cpu", "pin_memory": True}
     if config.precision in ("bf16", "fp16"):
         table[config.precision] = {"enabled": True}
     if config.tp > 1:
@@ -49,7 +53,9 @@ def read(text: str, name: str, site: Site) -> Fields:
         size = batch // dp // (parts or 1) if batch else 1
     if batch is None:
         batch = size * dp * (parts or 1)
+    devices = [keys.get(f"zero_optimization.{part}.device") for part in ("offload_param", "offload_optimizer")]
     return {
+        "offload": "all" if devices[0] == "cpu" else "optimizer" if devices[1] == "cpu" else "none",
         "tp": tp,
         "dp": dp,
         "zero": whole(keys, "zero_optimization.stage", name) or 0,
@@ -66,6 +72,7 @@ DEEPSPEED = Framework(
     space=FrameworkSpace(
         shardings=tuple(Sharding(name=f"ZeRO-{level}", zero=level) for level in (1, 2, 3, 0)),
         recompute=("none", "full"),
+        offload=("none", "optimizer", "all"),
     ),
     write=write,
     read=read,

@@ -31,7 +31,8 @@ def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[Confi
     used = [(name, size) for name, size in dims if size > 1] or [("shard", 1)]
     lines = [HEAD]
     if config.zero:
-        lines.append("from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard\n")
+        policy = "CPUOffloadPolicy, " if config.offload == "all" else ""
+        lines.append(f"from torch.distributed.fsdp import {policy}MixedPrecisionPolicy, fully_shard\n")
     else:
         lines.append("from torch.nn.parallel import DistributedDataParallel\n")
     if config.recompute == "full":
@@ -62,6 +63,7 @@ def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[Confi
         body += [
             "policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
             f'options = {{"mesh": {part}, "mp_policy": policy, "reshard_after_forward": {not config.keep_gathered}}}',
+            *(['options["offload_policy"] = CPUOffloadPolicy()'] if config.offload == "all" else []),
             "for layer in model.model.layers:",
             "    fully_shard(layer, **options)",
             "return fully_shard(model, **options)",
@@ -86,7 +88,7 @@ PLAIN = Framework(
     title="torch's fully_shard and parallelize_module",
     habits=EAGER,
     sources=EAGER_SOURCE,
-    space=FrameworkSpace(shardings=(FSDP, KEPT, HYBRID, DDP), recompute=("none", "full")),
+    space=FrameworkSpace(shardings=(FSDP, KEPT, HYBRID, DDP), recompute=("none", "full"), offload=("none", "all")),
     write=write,
     read=read,
 )

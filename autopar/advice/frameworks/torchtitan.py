@@ -44,6 +44,8 @@ def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[Confi
             "parallelism.pipeline_parallel_microbatch_size": config.micro_batch,
         }
     lines = [f"--{key} {value}" for key, value in settings.items()]
+    if config.offload == "all":
+        lines.append("--training.enable_cpu_offload")
     lines += ["--compile.enable", f"activation-checkpoint:{RECOMPUTE[config.recompute]}"]
     first = (
         f"torchrun --nnodes {site.nodes} --nproc-per-node {site.devices_per_node} -m torchtitan.train "
@@ -70,6 +72,7 @@ def read(text: str, name: str, site: Site) -> Fields:
     size = whole(keys, "parallelism.pipeline_parallel_microbatch_size", name) or 1
     found["micro_batch"] = size if pp > 1 else local
     found["recompute"] = _recompute(keys)
+    found["offload"] = "all" if truth(keys, "training.enable_cpu_offload") else "none"
     schedule = str(keys.get("parallelism.pipeline_parallel_schedule", "1F1B"))
     if pp > 1:
         known = {text.lower(): name for name, text in SCHEDULES.items()}
@@ -103,6 +106,7 @@ TORCHTITAN = Framework(
             Sharding(name="HSDP", zero=3, hybrid=True),
         ),
         recompute=("none", "op", "full"),
+        offload=("none", "all"),
         schedules=("1f1b", "zbv"),
         virtual_stages=(1, 2),
         context=True,

@@ -27,6 +27,7 @@ def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[Confi
             "version": 2,
             "reshard_after_forward": not config.keep_gathered,
             "activation_checkpointing": config.recompute == "full",
+            "cpu_offload": config.offload == "all",
         }
     elif config.recompute == "full":
         arguments["gradient_checkpointing"] = True
@@ -75,6 +76,7 @@ def read(text: str, name: str, site: Site) -> Fields:
     found["keep_gathered"] = sharded and (reshard is False or "shard_grad_op" in fsdp)
     found["micro_batch"] = size = whole(keys, "per_device_train_batch_size", name) or 8
     found["global_batch"] = size * dp * (whole(keys, "gradient_accumulation_steps", name) or 1)
+    found["offload"] = "all" if truth(keys, "fsdp_config.cpu_offload") else "none"
     names = ("gradient_checkpointing", "activation_checkpointing", "fsdp_config.activation_checkpointing")
     found["recompute"] = "full" if any(truth(keys, key) for key in names) else "none"
     return found
@@ -88,6 +90,7 @@ TRAINER = Framework(
     space=FrameworkSpace(
         shardings=(FSDP, KEPT, HYBRID, DDP),
         recompute=("none", "full"),
+        offload=("none", "all"),
         context=True,
     ),
     write=write,
