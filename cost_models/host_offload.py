@@ -1,9 +1,9 @@
 """What does it cost to keep optimizer state, or parameters too, in the host's memory? Nominal rates, nothing fitted.
 
 ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840, section 4): once a step a rank's shard of the gradients goes to the
-host, which updates its part there, and its parameters come back. FSDP2's `CPUOffloadPolicy` keeps the parameters' shards
-there too: each gather copies them in first, and each micro-batch's gradients go out. What overlaps these copies is not
-modelled.
+host, which updates its part there, and its parameters come back. FSDP2's `CPUOffloadPolicy` keeps the parameters'
+shards there too: each gather copies them in first, and each micro-batch's gradients go out. What overlaps these copies
+is not modelled.
 """
 
 from autopar.cost_models.training_config import TrainingConfig, grad_nbytes, param_nbytes
