@@ -38,6 +38,8 @@ CHOSEN = {
     "tp", "pp", "dp", "cp", "ep", "virtual_stages", "schedule", "zero", "replicate", "keep_gathered", "micro_batch",
     "recompute", "sequence_parallel", "global_batch", "seq", "precision", "optimizer_states",
 }  # fmt: skip
+RANKED = 100
+"""Configurations of a ranking: what is beyond has no place."""
 SAME = ("tp", "pp", "dp", "cp", "virtual_stages", "micro_batch", "recompute")
 
 
@@ -85,7 +87,7 @@ def answer(cases: list[Case]) -> Answer | None:
     )
     begun = time.perf_counter()
     try:
-        ranking = rank(framework, job, 10**6)
+        ranking = rank(framework, job, RANKED)
     except AutoparError:
         return None
     seconds = time.perf_counter() - begun
@@ -154,9 +156,10 @@ def table(answers: list[Answer], command: str) -> str:
     for a in answers:
         measured = a.used.seconds
         slower = "–" if a.slower is None else f"{a.slower:+.1%}"
+        place = a.place if a.place <= RANKED else f"> {RANKED}"
         lines.append(
             f"| {a.source} | {a.model} | {a.gpus} | {a.rows} | {_degrees(a.used.config)} | "
-            f"{'yes' if a.expressible else 'no'} | {a.place} | {measured:.3g} | {a.predicted:.3g} | "
+            f"{'yes' if a.expressible else 'no'} | {place} | {measured:.3g} | {a.predicted:.3g} | "
             f"{a.predicted / measured - 1:+.1%} | {a.best} | {a.best_seconds:.3g} | {slower} | {a.seconds:.1f} |"
         )
     errors = [abs(a.predicted / a.used.seconds - 1) for a in answers]
@@ -181,12 +184,12 @@ def main() -> None:
     for case in read_folder(given.references).cases:
         if framework_of(case) is not None:
             groups[(*case.group, case.stack, case.shape.name)].append(case)
-    # Of groups that ask the same (other kernels, other days) the one with the most layouts.
+    # Of a source's groups of one model (other kernels, days, numbers of GPUs) the one with the most layouts.
     questions: dict[tuple[object, ...], list[Case]] = {}
     for cases in groups.values():
         first = cases[0]
         sizes = replace(first.shape, name="")
-        key = (first.source, sizes, first.cluster.num_devices, first.config.global_batch, first.config.seq)
+        key = (first.source, sizes)
         questions[key] = max(questions.get(key, []), cases, key=len)
     answers = []
     for cases in questions.values():
