@@ -148,8 +148,8 @@ def table(answers: list[Answer], command: str) -> str:
         "A row is one question: a model, a number of GPUs, a batch. *People ran*: the fastest measured layout. *Place*:"
         " how many of the framework's configurations are predicted faster than that, plus one. *Advised*: the "
         "predicted fastest that fits. *Advised of the measured*: of questions with several measured layouts, the "
-        "measured time of the one that is predicted fastest among them, over the fastest measured. What is advised beyond "
-        "the measured layouts nobody has timed: its seconds are a prediction.",
+        "measured time of the one that is predicted fastest among them, over the fastest measured. What is "
+        "advised beyond the measured layouts nobody has timed: its seconds are a prediction.",
         "",
         head,
         "|" + "---|" * 14,
