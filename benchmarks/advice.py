@@ -8,6 +8,7 @@ as it was (`benchmarks.reference_rows`), spaces and prices those of `autopar adv
 """
 
 import argparse
+import math
 import time
 from collections import defaultdict
 from dataclasses import dataclass, fields, replace
@@ -125,7 +126,7 @@ def _slower(timed: list[Case]) -> float | None:
         fits = step_memory(case.shape, case.config).with_reserve(RESERVE) <= case.cluster.device.memory_bytes
         seconds = simulate_step(case.shape, case.config, case.cluster, load_efficiency(case.gpu)).seconds
         found.append((not fits, seconds, case.seconds))
-    return min(found)[2] / min(case.seconds for case in timed) - 1
+    return min(found)[2] / min(case.seconds or math.inf for case in timed) - 1
 
 
 def _degrees(c: TrainingConfig) -> str:

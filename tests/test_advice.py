@@ -135,7 +135,7 @@ def test_more_gpus_take_fewer_days() -> None:
     job = job_of(named_shape("llama-3-8b"), "8xh100", 256, 4096)
     found = sizes(FRAMEWORKS["lightning"], job, (1, 8, 16, 64), tokens=1e12, price_per_hour=2.0)
     assert found[0].best is None and "GB a GPU" in found[0].reason
-    days = [size.days for size in found[1:]]
+    days = [size.days or 0.0 for size in found[1:]]
     assert days == sorted(days, reverse=True)
     for size in found[1:]:
         assert size.cost == pytest.approx(size.days * 24 * size.num_devices * 2.0)
