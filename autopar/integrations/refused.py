@@ -127,7 +127,7 @@ def refuse_arguments(args: Any, plan: Plan) -> None:
         )
     if args.bf16:
         refuse_precision("bf16", plan)
-    if args.train_sampling_strategy == "batch_rebalance":
+    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
         raise ArgumentError(
             "train_sampling_strategy='batch_rebalance' deals each process its own rows, and a planned step takes the "
             "global batch; use 'random', 'sequential' or 'group_by_length'"

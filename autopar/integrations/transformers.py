@@ -38,6 +38,16 @@ SCHEDULER, OPTIMIZER = "scheduler.pt", "optimizer.pt"
 """Files of the Trainer's own in a checkpoint's folder."""
 
 
+class CountingAccelerator(Accelerator):
+    """The Trainer's, which adds up what each rank counted of its batch: here each counted the global one."""
+
+    def gather(self, tensor: Any) -> Any:
+        """A whole number as this rank has it; else as ever."""
+        if isinstance(tensor, Tensor) and not tensor.dim() and not tensor.is_floating_point():
+            return tensor.reshape(1)
+        return super().gather(tensor)
+
+
 class Trainer(transformers.Trainer):
     """The Trainer of transformers, whose model is distributed by a plan.
 
@@ -71,6 +81,7 @@ class Trainer(transformers.Trainer):
         init()
         self._collected: list[dict[str, Any]] = []
         self._has_noticed = False
+        self._whole: dict[str, Tensor] = {}
         if model is not None:
             optimizer = options.get("optimizers", (None, None))[0]
             distribute_with(model, self.plan, [] if optimizer is None else [optimizer], self.distribute_options)
@@ -144,17 +155,17 @@ class Trainer(transformers.Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        self.accelerator = Accelerator.around(self.accelerator, self.plan, self.distribute_options)
+        self.accelerator = CountingAccelerator.around(self.accelerator, self.plan, self.distribute_options)
         self.gather_function = partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """As the Trainer's, of the parameters of the distributed model."""
         is_chosen = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         if not is_chosen and any(isinstance(parameter, DTensor) for parameter in self._own.parameters()):
             refuse_optimizer(self.args)
-        return super().create_optimizer(model)
+        return super().create_optimizer(*args, **kwargs)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Raises ArgumentError: trials change batch sizes and models, which the plan is for one of."""
@@ -195,17 +206,18 @@ class Trainer(transformers.Trainer):
         """This rank's share: the Trainer adds up those of all ranks, and each sees the global batch."""
         return round(super().floating_point_ops(inputs) / self.plan.mesh.size)
 
-    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
-        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // dist.get_world_size()
-
     # Checkpoints.
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Whole tensors, as `from_pretrained` reads them; all ranks call this."""
-        whole = whole_state(self._own, keep=self.args.should_save) if state_dict is None else state_dict
-        super()._save(output_dir, whole)
+        self._whole = whole_state(self._own, keep=self.args.should_save)
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            self._whole = {}
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, self._whole if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Model and optimizer, each rank its part, below `output_dir`/autopar."""
