@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import autopar
 from autopar.errors import ArgumentError, OptimizerError
+from autopar.integrations.in_place import call_whole_steps, distribute_with, is_distributed
 from autopar.integrations.packages import missing
-from autopar.integrations.whole_steps import WholeSteps, runs_whole_steps
 from autopar.runtime import finish_saving, init, latest, load, save
+from autopar.runtime.checkpoint import distributed_in
 from autopar.runtime.launch import DEFAULT_TIMEOUT_SECONDS
 from autopar.runtime.pipeline import PipelinedModule
 from autopar.runtime.run_state import random_state, restore_random_state
@@ -105,11 +105,9 @@ class AutoparStrategy(ParallelStrategy):  # type: ignore[misc]
             ArgumentError: before the trainer has set it up.
         """
         made = getattr(self.lightning_module, self.part, None)
-        if isinstance(made, WholeSteps):
-            return made.module
-        if not isinstance(made, Trainable):
+        if not isinstance(made, nn.Module) or not is_distributed(made):
             raise ArgumentError(f"{self.part} is distributed when the trainer sets up the model, and is not yet")
-        return made
+        return distributed_in(made)
 
     # What Lightning asks of processes.
 
@@ -233,7 +231,7 @@ class AutoparStrategy(ParallelStrategy):  # type: ignore[misc]
     def _distribute(self) -> None:
         lit = self.lightning_module
         own = getattr(lit, self.part, None)
-        if isinstance(own, Trainable):
+        if isinstance(own, nn.Module) and is_distributed(own):
             return
         if not isinstance(own, nn.Module):
             names = ", ".join(name for name, _ in lit.named_children()) or "none"
@@ -248,12 +246,16 @@ class AutoparStrategy(ParallelStrategy):  # type: ignore[misc]
                 f"{type(lit).__name__} has parameters outside {self.part}: {', '.join(outside[:3])}; plan and give the "
                 "part that has them all"
             )
-        setattr(lit, self.part, autopar.distribute(own, self.plan, **self.options))
+        distribute_with(own, self.plan, (), self.options)
+        call_whole_steps(own)
 
     def setup_optimizers(self, trainer: Any) -> None:
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
         self.check_optimizers(self.optimizers)
+        own = {id(parameter) for parameter in self.module.parameters()}
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            group["params"] = [p for p in group["params"] if id(p) in own]  # others are of other stages
 
     def check_optimizers(self, optimizers: list[Any]) -> None:
         """Raises OptimizerError for more than one."""
@@ -262,23 +264,6 @@ class AutoparStrategy(ParallelStrategy):  # type: ignore[misc]
                 f"configure_optimizers made {len(optimizers)} optimizers; a checkpoint of a plan keeps the state of "
                 "one: give one optimizer with groups of parameters"
             )
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._whole_steps():
-            return super().training_step(*args, **kwargs)
-
-    @contextmanager
-    def _whole_steps(self) -> Generator[None, None, None]:
-        """Inside, a call of the part runs all micro-batches and stages of a step, where the plan has several."""
-        lit, module = self.lightning_module, self.module
-        if not runs_whole_steps(module):
-            yield
-            return
-        lit._modules[self.part] = WholeSteps(module)
-        try:
-            yield
-        finally:
-            lit._modules[self.part] = module
 
     def teardown(self) -> None:
         """Wait for what is being written; the part stays where it is."""
