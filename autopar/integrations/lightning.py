@@ -265,6 +265,13 @@ class AutoparStrategy(ParallelStrategy):  # type: ignore[misc]
                 "one: give one optimizer with groups of parameters"
             )
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        self.module.training = getattr(
+            self.lightning_module, self.part
+        ).training  # after validation Lightning sets flags
+        return super().training_step(*args, **kwargs)
+
     def teardown(self) -> None:
         """Wait for what is being written; the part stays where it is."""
         if dist.is_initialized():
