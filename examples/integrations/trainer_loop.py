@@ -63,8 +63,8 @@ def rows(count: int, seed: int) -> list[dict[str, Tensor]]:
 def planned(world: int) -> autopar.ModelPlan:
     batch = torch.zeros(GLOBAL_BATCH, SEQUENCE, dtype=torch.int64)
     inputs = {"input_ids": batch, "labels": batch.clone()}
-    how: dict[str, Any] = {4: {"baseline": "megatron:tp=2"}, 2: {"baseline": "fsdp", "microbatches": 2}}[world]
-    return autopar.plan(llama(), inputs, cluster=f"{world}xcpu", **how)
+    how: dict[int, dict[str, Any]] = {4: {"baseline": "megatron:tp=2"}, 2: {"baseline": "fsdp", "microbatches": 2}}
+    return autopar.plan(llama(), inputs, cluster=f"{world}xcpu", **how[world])
 
 
 def trainer(kind: Any, world: int, steps: int, folder: str, **more: Any) -> Any:
