@@ -24,7 +24,7 @@ from autopar.integrations.transformers import Trainer
 from examples.integrations.tiny import GLOBAL_BATCH, compare, on_ranks, say
 
 WORDS, SEQUENCE, STEPS, SAVED = 64, 16, 8, 5
-SETTINGS: dict[int, dict[str, int]] = {
+SETTINGS: dict[int, dict[str, Any]] = {
     1: {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
     4: {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1},
     2: {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
