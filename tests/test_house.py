@@ -27,7 +27,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops",),
     ("rules", "cost_models", "passes"),
     ("lower",),
-    ("advice", "search", "runtime", "capture", "models", "oracle", "export", "report", "verification", "calibration"),
+    (
+        *("advice", "search", "runtime", "capture", "models", "oracle", "export", "launch", "report", "verification"),
+        "calibration",
+    ),
     ("api", "__init__"),
     ("integrations",),
     ("cli",),

@@ -15,6 +15,7 @@ from autopar.cli.calibrate import calibrate
 from autopar.cli.check import verify
 from autopar.cli.ending import DEBUG, console_of, ended, one_answer
 from autopar.cli.explain import Given, reloaded
+from autopar.cli.launch import launch
 from autopar.cli.look import diff, explain, report
 from autopar.cli.options import check_options, number_or_auto, overrides, pins_from
 from autopar.cli.parameters import (
@@ -237,7 +238,7 @@ COMMANDS: Mapping[str, tuple[Callable[..., None], ...]] = {
     "Decide": (plan, advise, simulate),
     "Look at a plan": (explain, diff, report),
     "Check": (verify, calibrate),
-    "Run": (export,),
+    "Run": (export, launch),
 }
 """In the order and the groups of the help."""
 for _group, _commands in COMMANDS.items():

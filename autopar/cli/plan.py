@@ -24,6 +24,7 @@ def planned(source: dict[str, Any], *, device: str, check: bool, **arguments: An
     arguments["cluster"] = load_cluster(arguments["cluster"])
     named = ("mesh", "pipeline", "schedule", "baseline", "solver")
     asked_mesh(arguments["cluster"], **{name: arguments[name] for name in named if name in arguments})
+    arguments["progress"]("building the model")
     with started(arguments["cluster"].num_devices if arguments.get("mesh") == "auto" else 1):
         loaded = load_model(**source, device=device)
         called = {"args": loaded.args, "kwargs": loaded.kwargs, "precision": source["precision"]}

@@ -1,4 +1,4 @@
-"""How does a process join the others? From torchrun's environment, with a bound on how long it waits for them."""
+"""How does a process join the others? From its launcher's environment, with a bound on how long it waits for them."""
 
 import multiprocessing as mp
 import os
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from autopar.errors import MeshError
 from autopar.runtime.allocator import keep_freed_memory
+from autopar.runtime.launchers import launched
 from autopar.runtime.lost_ranks import among_ranks
 from autopar.values.domains import TIMEOUT, checked_number
 
@@ -22,7 +23,8 @@ _shares_gpu = False
 def init(
     *, backend: str | None = None, share_gpus: bool = False, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
 ) -> torch.device:
-    """Join the processes that torchrun started, unless this process has joined already; returns its device.
+    """Join the processes that torchrun, srun, mpirun or a rank table's script started, unless this process has joined
+    already; returns its device.
 
     backend: "nccl" or "gloo"; by default NCCL where every local process has a GPU of its own, Gloo otherwise.
     share_gpus: with Gloo compute on GPUs all the same, several processes on one: slow, for a look at what a plan does
@@ -37,11 +39,12 @@ def init(
     checked_number("timeout_seconds", timeout_seconds, TIMEOUT)
     if dist.is_initialized():
         return _ready()
+    os.environ.update(launched(os.environ))
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise MeshError(
             f"this process was not started as one of several ({', '.join(missing)} not set); "
-            "start it with torchrun --nproc-per-node N"
+            "start it with torchrun --nproc-per-node N, or an exported folder with autopar launch"
         )
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

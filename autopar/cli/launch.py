@@ -1,0 +1,244 @@
+"""`autopar launch`: start an exported folder, or write what starts it."""
+
+import shlex
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autopar.cli.ending import console_of, one_answer
+from autopar.cli.parameters import MACHINE, OUTPUT, Json, option
+from autopar.errors import ArgumentError
+from autopar.values.domains import NOT_NEGATIVE, POSITIVE, checked_number
+
+if TYPE_CHECKING:  # the command line is there before torch is
+    from autopar.launch import Job
+
+NAMED = ("torchrun", "slurm", "mpirun", "rank-table", "kubernetes", "pytorchjob", "skypilot")
+CONTAINERS = "Kubernetes and SkyPilot"
+SETUP = "pip install torch && pip install autopar"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is said beside the job: hosts for several nodes, and what containers and batch systems need."""
+
+    kind: str
+    hosts: tuple[str, ...]
+    port: int | None
+    sbatch: tuple[str, ...]
+    image: str | None
+    claim: str | None
+    path: str | None
+    setup: str
+    accelerator: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Files by name, to be written into the folder, and the command that starts it all.
+
+    starts: the command runs here; else it is for a person.
+    """
+
+    command: tuple[str, ...]
+    files: dict[str, str]
+    starts: bool
+
+
+def launch(
+    folder: Annotated[Path, typer.Argument(help="an exported folder, as autopar export writes it")],
+    kind: Annotated[str, option(MACHINE, "--with", help=", ".join(NAMED))] = "torchrun",
+    hosts: Annotated[
+        str | None, option(MACHINE, help="the nodes' names, separated by commas; ranks meet at the first")
+    ] = None,
+    per_node: Annotated[int | None, option(MACHINE, help="processes a node; by default the plan's cluster's")] = None,
+    cluster: Annotated[str | None, option(MACHINE, help="the plan's cluster file, if it is no preset")] = None,
+    port: Annotated[int | None, option(MACHINE, help="of the first node, where ranks meet")] = None,
+    restarts: Annotated[int, option(MACHINE, help="how often lost workers start again (torchrun, containers)")] = 0,
+    sbatch: Annotated[
+        list[str] | None, option(MACHINE, help="a further option of sbatch, as in --sbatch=--partition=gpu")
+    ] = None,
+    image: Annotated[str | None, option(CONTAINERS, help="a container image with torch and autopar")] = None,
+    claim: Annotated[str | None, option(CONTAINERS, help="the PersistentVolumeClaim that holds the folder")] = None,
+    path: Annotated[str | None, option(CONTAINERS, help="of the folder, in the image or the volume")] = None,
+    setup: Annotated[str, option(CONTAINERS, help="shell commands that install a SkyPilot node")] = SETUP,
+    accelerator: Annotated[
+        str | None, option(CONTAINERS, help="SkyPilot's name of the device, if the plan's is not known to it")
+    ] = None,
+    name: Annotated[str | None, option(OUTPUT, help="of the job; by default the model's")] = None,
+    dry_run: Annotated[
+        bool, option(OUTPUT, "--dry-run", help="write files and print the command, and start nothing")
+    ] = False,
+    as_json: Json = False,
+    arguments: Annotated[list[str] | None, typer.Argument(help="after --: for the folder's train.py")] = None,
+) -> None:
+    """Start an exported folder, or write what starts it: torchrun and mpirun run here, other launchers get a file."""
+    if kind not in NAMED:
+        raise ArgumentError(f"unknown launcher {kind!r}; choose one of {', '.join(NAMED)}")
+    for option_name, value, domain in (
+        ("--per-node", per_node, POSITIVE),
+        ("--port", port, POSITIVE),
+        ("--restarts", restarts, NOT_NEGATIVE),
+    ):
+        if value is not None:
+            checked_number(option_name, value, domain)
+    console = console_of(as_json)
+    with one_answer(as_json) as answer:
+        from autopar.launch import job_of
+
+        job = job_of(
+            folder,
+            python=sys.executable if kind not in ("kubernetes", "pytorchjob", "skypilot") else "python",
+            cluster=cluster,
+            per_node=per_node,
+            name=name,
+            arguments=tuple(arguments or ()),
+            restarts=restarts,
+        )
+        asked = Asked(
+            kind=kind,
+            hosts=tuple(host.strip() for host in hosts.split(",")) if hosts is not None else (),
+            port=port,
+            sbatch=tuple(sbatch or ()),
+            image=image,
+            claim=claim,
+            path=path,
+            setup=setup,
+            accelerator=accelerator,
+        )
+        found = answered(job, asked)
+        written = _written(job.folder, found.files)
+        starts = found.starts and not dry_run
+        answer.update(nodes=job.nodes, per_node=job.per_node, files=written, command=list(found.command), starts=starts)
+    if not as_json:
+        said = f"{job.world} processes: {job.nodes} node{'s' * (job.nodes > 1)} of {job.per_node}"
+        for file in written:
+            said += f"\nwritten: {file}"
+        verb = "running" if starts else "start it with"
+        console.print(f"{said}\n{verb}: {shlex.join(found.command)}", highlight=False, markup=False, soft_wrap=True)
+    if starts:
+        sys.stdout.flush()
+        raise typer.Exit(subprocess.run(found.command, stdout=sys.stderr if as_json else None).returncode)
+
+
+def answered(job: "Job", asked: Asked) -> Answer:
+    """What the launcher of `asked` needs.
+
+    Raises:
+        ArgumentError: if something that it needs is not said.
+    """
+    return {
+        "torchrun": _torchrun,
+        "slurm": _slurm,
+        "mpirun": _mpirun,
+        "rank-table": _rank_table,
+        "kubernetes": _kubernetes,
+        "pytorchjob": _kubernetes,
+        "skypilot": _skypilot,
+    }[asked.kind](job, asked)
+
+
+def _torchrun(job: "Job", asked: Asked) -> Answer:
+    from autopar.launch import torchrun_command
+    from autopar.launch.job import PORT
+
+    _check_hosts(job, asked)
+    master = asked.hosts[0] if asked.hosts else None
+    return Answer(command=torchrun_command(job, master=master, port=asked.port or PORT), files={}, starts=True)
+
+
+def _slurm(job: "Job", asked: Asked) -> Answer:
+    from autopar.launch import sbatch_script
+
+    script = sbatch_script(job, directives=asked.sbatch)
+    return Answer(command=("sbatch", str(job.folder / "launch.sbatch")), files={"launch.sbatch": script}, starts=False)
+
+
+def _mpirun(job: "Job", asked: Asked) -> Answer:
+    from autopar.launch import mpirun_command
+
+    _check_hosts(job, asked)
+    if not asked.hosts:
+        command = mpirun_command(job, master="127.0.0.1", port=asked.port or _free_port())
+        return Answer(command=command, files={}, starts=True)
+    text = "".join(f"{host} slots={job.per_node}\n" for host in asked.hosts)
+    if asked.port is None:
+        raise ArgumentError(f"mpirun on several nodes needs --port, a free one of {asked.hosts[0]}")
+    command = mpirun_command(job, master=asked.hosts[0], port=asked.port, hostfile=job.folder / "hostfile")
+    return Answer(command=command, files={"hostfile": text}, starts=True)
+
+
+def _rank_table(job: "Job", asked: Asked) -> Answer:
+    from autopar.launch import rank_table, rank_table_script
+    from autopar.launch.rank_table import SCRIPT_NAME, TABLE
+
+    _check_hosts(job, asked)
+    hosts = asked.hosts or ("127.0.0.1",)
+    files = {TABLE: rank_table(job, hosts), SCRIPT_NAME: rank_table_script(job)}
+    command = ("bash", str(job.folder / SCRIPT_NAME), hosts[0])
+    return Answer(command=command, files=files, starts=job.nodes == 1)
+
+
+def _kubernetes(job: "Job", asked: Asked) -> Answer:
+    from autopar.launch import job_yaml, pytorchjob_yaml
+    from autopar.launch.kubernetes import MOUNT, Pod
+
+    if asked.image is None:
+        raise ArgumentError(f"--with {asked.kind} needs --image, a container image with torch and autopar")
+    if asked.path is None and asked.claim is None:
+        raise ArgumentError(
+            f"--with {asked.kind} needs the folder in the pods: --claim NAME (a PersistentVolumeClaim), or --path, "
+            "where it is in the image"
+        )
+    inside = asked.path or job.folder.name
+    pod = Pod(image=asked.image, path=f"{MOUNT}/{inside.strip('/')}" if asked.claim else inside, claim=asked.claim)
+    text = job_yaml(job, pod) if asked.kind == "kubernetes" else pytorchjob_yaml(job, pod)
+    file = f"{asked.kind}.yaml"
+    return Answer(command=("kubectl", "apply", "-f", str(job.folder / file)), files={file: text}, starts=False)
+
+
+def _skypilot(job: "Job", asked: Asked) -> Answer:
+    from autopar.launch import task_yaml
+    from autopar.launch.skypilot import ACCELERATORS
+
+    accelerator = asked.accelerator or ACCELERATORS.get(job.device)
+    if job.gpus and accelerator is None:
+        raise ArgumentError(
+            f"SkyPilot has no name for {job.device or 'the device of the plan'!r} here; give --accelerator, as in H100"
+        )
+    text = task_yaml(job, accelerator=accelerator, setup=asked.setup)
+    return Answer(
+        command=("sky", "launch", str(job.folder / "skypilot.yaml")), files={"skypilot.yaml": text}, starts=False
+    )
+
+
+def _check_hosts(job: "Job", asked: Asked) -> None:
+    if (asked.hosts and len(asked.hosts) != job.nodes) or (job.nodes > 1 and not asked.hosts):
+        raise ArgumentError(
+            f"the plan is for {job.nodes} node{'s' * (job.nodes > 1)}; name {job.nodes} with --hosts a,b,... "
+            f"(found {len(asked.hosts)}), the first the one where ranks meet"
+        )
+
+
+def _written(folder: Path, files: dict[str, str]) -> list[str]:
+    from autopar.values.whole_file import write_whole
+
+    try:
+        for file, text in files.items():
+            write_whole(folder / file, text)
+    except OSError as error:
+        raise ArgumentError(f"{folder} cannot be written: {error.strerror}") from error
+    return [str(folder / file) for file in files]
+
+
+def _free_port() -> int:
+    """One of this machine that nobody listened at just now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: Any = free.getsockname()[1]
+        return int(port)

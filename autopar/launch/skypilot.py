@@ -1,0 +1,50 @@
+"""A SkyPilot task that starts an exported folder: SkyPilot finds machines, copies the folder there, and runs torchrun.
+
+Source of the form and of the variables SKYPILOT_NODE_IPS, SKYPILOT_NODE_RANK: SkyPilot's documentation, "Task YAML" and
+"Distributed multi-node jobs".
+"""
+
+import shlex
+
+from autopar.launch.job import PORT, SCRIPT, Job
+from autopar.launch.yaml_text import yaml_text
+
+ACCELERATORS = {
+    "a100": "A100-80GB",
+    "a100-40gb": "A100",
+    "b200": "B200",
+    "h100": "H100",
+    "h100-eager": "H100",
+    "h100-pcie": "H100",
+    "h200": "H200",
+    "h200-eager": "H200",
+    "v100": "V100",
+}
+"""SkyPilot's names of the devices that presets name; a device that it does not rent is none."""
+
+
+def task_yaml(job: Job, *, accelerator: str | None, setup: str) -> str:
+    """The task's text, for `sky launch`.
+
+    accelerator: SkyPilot's name of a node's device; None for nodes without any.
+    setup: shell commands that install torch and autopar on a node.
+    """
+    command = shlex.join(
+        [
+            *(job.python, "-m", "torch.distributed.run"),
+            f"--nproc-per-node={job.per_node}",
+            f"--nnodes={job.nodes}",
+            f"--master-port={PORT}",
+            f"--max-restarts={job.restarts}",
+        ]
+    )
+    where = '--node-rank="$SKYPILOT_NODE_RANK" --master-addr="$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"'
+    table = {
+        "name": job.name,
+        "workdir": str(job.folder),
+        "num_nodes": job.nodes,
+        "resources": {"accelerators": f"{accelerator}:{job.gpus}"} if accelerator and job.gpus else {"cpus": "4+"},
+        "setup": setup + "\n",
+        "run": f"{command} {where} {shlex.join([SCRIPT, *job.arguments])}\n",
+    }
+    return yaml_text(table)

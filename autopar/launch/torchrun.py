@@ -1,0 +1,28 @@
+"""The command that starts a node's processes under torchrun; ranks of several nodes meet at one of them.
+
+With `restarts` torchrun's agent starts all workers of the job again when one is lost (its elasticity): what a plan
+needs is its own number of ranks, so a node that is gone has to be replaced before they begin. The folder's train.py
+goes on from its newest checkpoint where it is given `--checkpoint FOLDER --resume`.
+"""
+
+from autopar.launch.job import PORT, SCRIPT, Job
+
+
+def torchrun_command(job: Job, *, master: str | None = None, port: int = PORT) -> tuple[str, ...]:
+    """Words of the command, the same on every node.
+
+    master: the host at which nodes meet, which all of them reach; None for one node.
+    """
+    words = [job.python, "-m", "torch.distributed.run", f"--nproc-per-node={job.per_node}"]
+    if job.nodes == 1:
+        words.append("--standalone")
+    else:
+        endpoint = f"{master}:{port}"
+        words += [
+            f"--nnodes={job.nodes}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={endpoint}",
+            f"--rdzv-id={job.name}",
+        ]
+    words += [f"--max-restarts={job.restarts}", str(job.folder / SCRIPT)]
+    return (*words, *job.arguments)
