@@ -1,7 +1,7 @@
 # Two commands for a newcomer, `make demo` and `make test`; two for a developer, `make check` and `make format`.
 # Each creates .venv on first use and needs nothing but make and Python >= 3.11 (PYTHON=/path/to/python chooses one).
 
-.PHONY: demo test integrations check format clean
+.PHONY: demo test integrations matrix check format clean
 .DEFAULT_GOAL := demo
 
 BIN := .venv/bin
@@ -15,10 +15,16 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 4 --dist worksteal
 
-# Installs the frameworks, some hundred MB, and trains under each. CI does not run it.
+# Installs the frameworks, some hundred MB, and trains under each; starts folders by mpirun and Slurm where Debian's
+# openmpi-bin, slurm-wlm and munge are installed. CI does not run it.
 integrations: $(INSTALLED)
 	@$(PIP) install -c constraints.txt -e '.[integrations]'
-	@OMP_NUM_THREADS=1 AUTOPAR_INTEGRATIONS=1 $(BIN)/python -m pytest -q tests/integrations
+	@OMP_NUM_THREADS=1 AUTOPAR_INTEGRATIONS=1 $(BIN)/python -m pytest -q tests/integrations tests/test_launch.py
+
+# What installs: torch and transformers, old and new, each in an environment of its own. Up to 6 GB a torch.
+TORCH ?= 2.13.0
+matrix: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.install_matrix --torch $(TORCH)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

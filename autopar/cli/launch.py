@@ -61,7 +61,7 @@ def launch(
     port: Annotated[int | None, option(MACHINE, help="of the first node, where ranks meet")] = None,
     restarts: Annotated[int, option(MACHINE, help="how often lost workers start again (torchrun, containers)")] = 0,
     sbatch: Annotated[
-        list[str] | None, option(MACHINE, help="a further option of sbatch, as in --sbatch=--partition=gpu")
+        list[str] | None, option(MACHINE, help="a further option of sbatch: partition=gpu; may be given several times")
     ] = None,
     image: Annotated[str | None, option(CONTAINERS, help="a container image with torch and autopar")] = None,
     claim: Annotated[str | None, option(CONTAINERS, help="the PersistentVolumeClaim that holds the folder")] = None,

@@ -4,12 +4,15 @@ The first host of the allocation is where ranks meet, at a port made from the jo
 host. Ranks are Slurm's (`SLURM_PROCID`), block-wise over nodes; `runtime.launchers` reads them.
 """
 
+import re
 import shlex
 from collections.abc import Sequence
 
 from autopar.errors import ArgumentError
 from autopar.launch.job import SCRIPT, Job
 
+OPTION = re.compile(r"(--)?[a-z][a-z-]*(=[^\s\x00-\x1f]+)?")
+"""sbatch reads options up to the end of the line, blanks separate them."""
 FIRST_PORT, PORTS = 20_000, 10_000
 """Below what Linux gives to outgoing connections (32768 on), so that none of them holds the port."""
 
@@ -17,7 +20,7 @@ FIRST_PORT, PORTS = 20_000, 10_000
 def sbatch_script(job: Job, *, directives: Sequence[str] = ()) -> str:
     """The text of the file for sbatch.
 
-    directives: further options of sbatch, such as `--partition=gpu` or `--time=02:00:00`.
+    directives: further options of sbatch, such as `partition=gpu` or `time=02:00:00`.
 
     Raises:
         ArgumentError: for a directive that is no option on one line.
@@ -32,9 +35,10 @@ def sbatch_script(job: Job, *, directives: Sequence[str] = ()) -> str:
         *(["--requeue"] if job.restarts else []),
     ]
     for directive in directives:
-        if not directive.startswith("-") or not directive.isprintable():
-            raise ArgumentError(f"--sbatch {directive!r}: write an option of sbatch, as in --sbatch=--partition=gpu")
-    options = "\n".join(f"#SBATCH {option}" for option in [*own, *directives])
+        if not OPTION.fullmatch(directive):
+            raise ArgumentError(f"--sbatch {directive!r}: write an option of sbatch, as in --sbatch partition=gpu")
+    own += [f"--{directive.lstrip('-')}" for directive in directives]
+    options = "\n".join(f"#SBATCH {option}" for option in own)
     threads = "" if job.gpus else 'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"\n'
     command = shlex.join([job.python, SCRIPT, *job.arguments])
     return f"""#!/bin/bash
