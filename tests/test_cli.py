@@ -21,6 +21,7 @@ from autopar.models import load_model
 from autopar.search.known.random_plan import random_staged_plan
 from autopar.values.calls import Call
 from autopar.values.mesh import make_mesh
+from autopar.verification import run as verification
 
 pytestmark = pytest.mark.usefixtures("copied_processes")
 
@@ -397,3 +398,14 @@ def test_version_and_progress_in_files(capsys: pytest.CaptureFixture[str], monke
     lines = capsys.readouterr().err.splitlines()
     assert lines and all(line == "autopar: 0 s: doing this" for line in lines) and len(lines) < 15
     assert [progress.elapsed_text(s) for s in (41.6, 185, 7440)] == ["42 s", "3 min 5 s", "2 h 4 min"]
+
+
+def test_a_rank_that_fails_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rank 1 raised, without torch's dump; the traceback is a note, for who asks for it."""
+    ended = []
+    monkeypatch.setattr(verification, "_check_plans", lambda *_: 1 / 0)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    verification._worker({"RANK": "1"}, str(tmp_path), "cpu")
+    error = verification._failure(tmp_path, "ddp", [1], [])
+    assert ended == [1] and str(error) == "plan ddp failed on rank 1: ZeroDivisionError: division by zero"
+    assert "Traceback" in error.__notes__[0]

@@ -12,6 +12,7 @@ import os
 import pickle
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from autopar.errors import ArgumentError, MeshError, RankError
+from autopar.errors import ArgumentError, AutoparError, MeshError, RankError
 from autopar.oracle import TrainedStep
 from autopar.runtime import init
 from autopar.runtime.launch import environment, meeting_place, new_processes
@@ -122,16 +123,42 @@ def _results(
         deadline = time.monotonic() + timeout_seconds + (60 if number == 0 else 0)
         file = folder / f"result{number}"
         while not file.exists():
-            dead = [p for p in processes if p.exitcode not in (None, 0)]
+            dead = [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
             if dead and not file.exists():
-                raise RankError(f"plan {label}: {len(dead)} of {len(processes)} processes died; see their output above")
+                raise _failure(folder, label, dead, processes)
             if time.monotonic() > deadline:
                 raise RankError(f"plan {label} took longer than {timeout_seconds:.0f} s on {len(processes)} processes")
             time.sleep(0.01)
         yield pickle.loads(file.read_bytes())
 
 
+def _failure(folder: Path, label: str, dead: list[int], processes: list[Any]) -> RankError:
+    """What the first rank said that failed by itself; its traceback is a note of the error, for who asks for it."""
+    found = sorted(folder.glob("failed*"), key=lambda file: file.stat().st_mtime_ns)
+    if not found:
+        codes = ", ".join(f"rank {rank} with exit code {processes[rank].exitcode}" for rank in dead)
+        return RankError(f"plan {label}: {len(dead)} of {len(processes)} processes died: {codes}")
+    rank, said, trace = pickle.loads(found[0].read_bytes())
+    error = RankError(f"plan {label} failed on rank {rank}: {said}")
+    error.add_note(trace)
+    return error
+
+
 def _worker(environment: Mapping[str, str], folder_name: str, device: str) -> None:
+    """One rank, which leaves what failed in the folder."""
+    try:
+        _check_plans(environment, folder_name, device)
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        said = str(error) if isinstance(error, AutoparError) else f"{type(error).__name__}: {first}"
+        rank, folder = int(environment["RANK"]), Path(folder_name)
+        part = folder / f"part-failed{rank}"
+        part.write_bytes(pickle.dumps((rank, said, traceback.format_exc())))
+        part.rename(folder / f"failed{rank}")
+        os._exit(1)
+
+
+def _check_plans(environment: Mapping[str, str], folder_name: str, device: str) -> None:
     """One rank: checks plan after plan; rank 0 writes the results."""
     import torch.distributed as dist
 
