@@ -71,7 +71,7 @@ def one_node_slurm(folder: Path, cpus: int) -> Iterator[Mapping[str, str]]:
     try:
         for name, *words in commands:
             with (folder / f"{name}.out").open("wb") as out:
-                processes.append(subprocess.Popen([_where(name), *words], env=environment, stdout=out, stderr=out))
+                processes.append(subprocess.Popen([str(_where(name)), *words], env=environment, stdout=out, stderr=out))
             time.sleep(1)
         _wait(environment, folder)
         yield environment

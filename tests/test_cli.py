@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,12 @@ import pytest
 
 from autopar.api.captures import captured_model
 from autopar.api.model_plan import model_plan
-from autopar.cli import progress
 from autopar.cli import verify as verify_command
-from autopar.cli.ending import console_of
 from autopar.cli.main import main
 from autopar.models import load_model
 from autopar.search.known.random_plan import random_staged_plan
 from autopar.values.calls import Call
 from autopar.values.mesh import make_mesh
-from autopar.verification import run as verification
 
 pytestmark = pytest.mark.usefixtures("copied_processes")
 
@@ -347,65 +343,3 @@ def test_verify_beyond_tolerance_is_exit_code_1(
     monkeypatch.setattr(verify_command, "TOLERANCES", {"fp64": (-1.0, -1.0)})
     code, out, _ = run(capsys, "verify", net, "--mesh", 2, "--random", 1, "--json")
     assert code == 1 and not json.loads(out)["passed"]
-
-
-def test_a_plan_and_its_model_move_together(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A relative path is one from the plan's file; what is missing is said with the places that were looked at."""
-    (project := tmp_path / "project").mkdir()
-    (project / "net.py").write_text(MODEL_FILE)
-    monkeypatch.chdir(project)
-    assert run(capsys, "plan", "net.py:net", *PLAN, "--set", "width=32", "--out", "plans/a.json", "--json")[0] == 0
-    assert json.loads((project / "plans/a.json").read_text())["source"]["spec"] == "../net.py:net"
-    project.rename(moved := tmp_path / "moved")
-    monkeypatch.chdir(tmp_path)
-    code, out, _ = run(capsys, "export", "moved/plans/a.json", "--out", moved / "b" / "c", "--trust", "--json")
-    assert code == 0, out
-    assert json.loads((moved / "b/c/plan.json").read_text())["source"]["spec"] == "../../net.py:net"
-    code, out, _ = run(capsys, "diff", "moved/plans/a.json", "moved/b/c/plan.json", "--trust", "--json")
-    assert code == 0, out
-    (moved / "net.py").unlink()
-    code, _, err = run(capsys, "diff", "moved/plans/a.json", "moved/plans/a.json", "--trust")
-    assert code == 2 and f"there is no {moved / 'net.py'} and no {tmp_path.parent / 'net.py'}; move" in err
-
-
-def test_a_fault_is_one_message_and_debug_the_traceback(
-    capsys: pytest.CaptureFixture[str], net: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise TypeError("what torch said\nand said")
-
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / "plan.json").write_text("{}")
-    monkeypatch.setattr("autopar.api.model_plan.load_plan", broken)
-    code, out, err = run(capsys, "explain", tmp_path / "plan.json")
-    [kept] = tmp_path.glob("autopar-fault-*.txt")
-    assert code == 3 and out == "" and err.count("\n") == 1 and "Traceback" not in err
-    assert err.startswith("autopar: a fault of autopar: TypeError: what torch said; ") and str(kept) in err
-    assert "Traceback" in kept.read_text() and "and said" in kept.read_text()
-    code, _, err = run(capsys, "explain", tmp_path / "plan.json", "--debug")
-    assert code == 3 and "Traceback" in err and err.splitlines()[-1].startswith("autopar: a fault")
-
-
-def test_version_and_progress_in_files(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    code, out, _ = run(capsys, "--version")
-    assert code == 0 and out.startswith("autopar ") and "torch 2." in out
-    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.01)
-    with progress.ProgressLine(console_of(False)) as tell:
-        tell("doing this")
-        time.sleep(0.2)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines and all(line == "autopar: 0 s: doing this" for line in lines) and len(lines) < 15
-    assert [progress.elapsed_text(s) for s in (41.6, 185, 7440)] == ["42 s", "3 min 5 s", "2 h 4 min"]
-
-
-def test_a_rank_that_fails_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What rank 1 raised, without torch's dump; the traceback is a note, for who asks for it."""
-    ended = []
-    monkeypatch.setattr(verification, "_check_plans", lambda *_: 1 / 0)
-    monkeypatch.setattr(os, "_exit", ended.append)
-    verification._worker({"RANK": "1"}, str(tmp_path), "cpu")
-    error = verification._failure(tmp_path, "ddp", [1], [])
-    assert ended == [1] and str(error) == "plan ddp failed on rank 1: ZeroDivisionError: division by zero"
-    assert "Traceback" in error.__notes__[0]

@@ -146,6 +146,7 @@ NEEDED = {
     "explain": ["plan.json"],
     "simulate": ["llama-3-8b", "--cluster", "8xh100", "--dp", "8", "--global-batch", "8", "--exchange"],
     "calibrate": ["--out", "c.toml", "--processes", "2"],
+    "launch": ["out"],
 }
 ALLOWED = {
     ("simulate", "--zero"),
@@ -153,6 +154,7 @@ ALLOWED = {
     ("verify", "--random"),
     ("verify", "--seed"),
     ("plan", "--gap"),
+    ("launch", "--restarts"),
 }
 """Where 0 is in the domain."""
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autopar.cli.ending import console_of, one_answer
+from autopar.cli.options import check_options
 from autopar.cli.parameters import MACHINE, OUTPUT, Json, option
 from autopar.errors import ArgumentError
-from autopar.values.domains import NOT_NEGATIVE, POSITIVE, checked_number
 
 if TYPE_CHECKING:  # the command line is there before torch is
     from autopar.launch import Job
@@ -24,7 +24,7 @@ SETUP = "pip install torch && pip install autopar"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class LaunchRequest:
     """What is said beside the job: hosts for several nodes, and what containers and batch systems need."""
 
     kind: str
@@ -39,7 +39,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class LaunchAnswer:
     """Files by name, to be written into the folder, and the command that starts it all.
 
     starts: the command runs here; else it is for a person.
@@ -80,13 +80,7 @@ def launch(
     """Start an exported folder, or write what starts it: torchrun and mpirun run here, other launchers get a file."""
     if kind not in NAMED:
         raise ArgumentError(f"unknown launcher {kind!r}; choose one of {', '.join(NAMED)}")
-    for option_name, value, domain in (
-        ("--per-node", per_node, POSITIVE),
-        ("--port", port, POSITIVE),
-        ("--restarts", restarts, NOT_NEGATIVE),
-    ):
-        if value is not None:
-            checked_number(option_name, value, domain)
+    check_options(per_node=per_node, port=port, restarts=restarts)
     console = console_of(as_json)
     with one_answer(as_json) as answer:
         from autopar.launch import job_of
@@ -100,7 +94,7 @@ def launch(
             arguments=tuple(arguments or ()),
             restarts=restarts,
         )
-        asked = Asked(
+        asked = LaunchRequest(
             kind=kind,
             hosts=tuple(host.strip() for host in hosts.split(",")) if hosts is not None else (),
             port=port,
@@ -126,7 +120,7 @@ def launch(
         raise typer.Exit(subprocess.run(found.command, stdout=sys.stderr if as_json else None).returncode)
 
 
-def answered(job: "Job", asked: Asked) -> Answer:
+def answered(job: "Job", asked: LaunchRequest) -> LaunchAnswer:
     """What the launcher of `asked` needs.
 
     Raises:
@@ -143,37 +137,39 @@ def answered(job: "Job", asked: Asked) -> Answer:
     }[asked.kind](job, asked)
 
 
-def _torchrun(job: "Job", asked: Asked) -> Answer:
+def _torchrun(job: "Job", asked: LaunchRequest) -> LaunchAnswer:
     from autopar.launch import torchrun_command
     from autopar.launch.job import PORT
 
     _check_hosts(job, asked)
     master = asked.hosts[0] if asked.hosts else None
-    return Answer(command=torchrun_command(job, master=master, port=asked.port or PORT), files={}, starts=True)
+    return LaunchAnswer(command=torchrun_command(job, master=master, port=asked.port or PORT), files={}, starts=True)
 
 
-def _slurm(job: "Job", asked: Asked) -> Answer:
+def _slurm(job: "Job", asked: LaunchRequest) -> LaunchAnswer:
     from autopar.launch import sbatch_script
 
     script = sbatch_script(job, directives=asked.sbatch)
-    return Answer(command=("sbatch", str(job.folder / "launch.sbatch")), files={"launch.sbatch": script}, starts=False)
+    return LaunchAnswer(
+        command=("sbatch", str(job.folder / "launch.sbatch")), files={"launch.sbatch": script}, starts=False
+    )
 
 
-def _mpirun(job: "Job", asked: Asked) -> Answer:
+def _mpirun(job: "Job", asked: LaunchRequest) -> LaunchAnswer:
     from autopar.launch import mpirun_command
 
     _check_hosts(job, asked)
     if not asked.hosts:
         command = mpirun_command(job, master="127.0.0.1", port=asked.port or _free_port())
-        return Answer(command=command, files={}, starts=True)
+        return LaunchAnswer(command=command, files={}, starts=True)
     text = "".join(f"{host} slots={job.per_node}\n" for host in asked.hosts)
     if asked.port is None:
         raise ArgumentError(f"mpirun on several nodes needs --port, a free one of {asked.hosts[0]}")
     command = mpirun_command(job, master=asked.hosts[0], port=asked.port, hostfile=job.folder / "hostfile")
-    return Answer(command=command, files={"hostfile": text}, starts=True)
+    return LaunchAnswer(command=command, files={"hostfile": text}, starts=True)
 
 
-def _rank_table(job: "Job", asked: Asked) -> Answer:
+def _rank_table(job: "Job", asked: LaunchRequest) -> LaunchAnswer:
     from autopar.launch import rank_table, rank_table_script
     from autopar.launch.rank_table import SCRIPT_NAME, TABLE
 
@@ -181,10 +177,10 @@ def _rank_table(job: "Job", asked: Asked) -> Answer:
     hosts = asked.hosts or ("127.0.0.1",)
     files = {TABLE: rank_table(job, hosts), SCRIPT_NAME: rank_table_script(job)}
     command = ("bash", str(job.folder / SCRIPT_NAME), hosts[0])
-    return Answer(command=command, files=files, starts=job.nodes == 1)
+    return LaunchAnswer(command=command, files=files, starts=job.nodes == 1)
 
 
-def _kubernetes(job: "Job", asked: Asked) -> Answer:
+def _kubernetes(job: "Job", asked: LaunchRequest) -> LaunchAnswer:
     from autopar.launch import job_yaml, pytorchjob_yaml
     from autopar.launch.kubernetes import MOUNT, Pod
 
@@ -199,10 +195,10 @@ def _kubernetes(job: "Job", asked: Asked) -> Answer:
     pod = Pod(image=asked.image, path=f"{MOUNT}/{inside.strip('/')}" if asked.claim else inside, claim=asked.claim)
     text = job_yaml(job, pod) if asked.kind == "kubernetes" else pytorchjob_yaml(job, pod)
     file = f"{asked.kind}.yaml"
-    return Answer(command=("kubectl", "apply", "-f", str(job.folder / file)), files={file: text}, starts=False)
+    return LaunchAnswer(command=("kubectl", "apply", "-f", str(job.folder / file)), files={file: text}, starts=False)
 
 
-def _skypilot(job: "Job", asked: Asked) -> Answer:
+def _skypilot(job: "Job", asked: LaunchRequest) -> LaunchAnswer:
     from autopar.launch import task_yaml
     from autopar.launch.skypilot import ACCELERATORS
 
@@ -212,12 +208,12 @@ def _skypilot(job: "Job", asked: Asked) -> Answer:
             f"SkyPilot has no name for {job.device or 'the device of the plan'!r} here; give --accelerator, as in H100"
         )
     text = task_yaml(job, accelerator=accelerator, setup=asked.setup)
-    return Answer(
+    return LaunchAnswer(
         command=("sky", "launch", str(job.folder / "skypilot.yaml")), files={"skypilot.yaml": text}, starts=False
     )
 
 
-def _check_hosts(job: "Job", asked: Asked) -> None:
+def _check_hosts(job: "Job", asked: LaunchRequest) -> None:
     if (asked.hosts and len(asked.hosts) != job.nodes) or (job.nodes > 1 and not asked.hosts):
         raise ArgumentError(
             f"the plan is for {job.nodes} node{'s' * (job.nodes > 1)}; name {job.nodes} with --hosts a,b,... "

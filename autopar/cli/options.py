@@ -12,6 +12,9 @@ from autopar.values.pins_file import load_pins
 
 RANDOM_PLANS = Domain(least=0, most=10**6)
 SEED = Domain(least=0, most=2**63)
+PROCESSES = Domain(most=MOST_PROCESSES)
+PORT = Domain(most=2**16 - 1)
+RESTARTS = Domain(least=0, most=10**6)
 
 OPTIONS: Mapping[str, Domain] = {
     "--global-batch": POSITIVE,
@@ -23,6 +26,9 @@ OPTIONS: Mapping[str, Domain] = {
     "--seconds": SECONDS,
     "--random": RANDOM_PLANS,
     "--seed": SEED,
+    "--per-node": PROCESSES,
+    "--port": PORT,
+    "--restarts": RESTARTS,
 }
 
 
