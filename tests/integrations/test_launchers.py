@@ -1,6 +1,6 @@
 """Launchers that run on one machine start an exported folder, whose losses are those of every other launcher.
 
-They start real processes, mpirun and Slurm's daemons: `make integrations` sets AUTOPAR_LAUNCHERS=1.
+They start real processes, mpirun and Slurm's daemons: `make integrations` sets AUTOPAR_INTEGRATIONS=1.
 """
 
 import os
@@ -19,8 +19,8 @@ import autopar
 from tests.one_node_slurm import HOW, is_installed, one_node_slurm
 
 pytestmark = pytest.mark.skipif(
-    os.environ.get("AUTOPAR_LAUNCHERS", "") in ("", "0"),
-    reason="starts launchers and their daemons: make integrations, or AUTOPAR_LAUNCHERS=1",
+    os.environ.get("AUTOPAR_INTEGRATIONS", "") in ("", "0"),
+    reason="starts launchers and their daemons: make integrations, or AUTOPAR_INTEGRATIONS=1",
 )
 
 STEPS = 3
