@@ -67,7 +67,7 @@ class ProgressLine:
         pause = QUIET_SECONDS
         while not self._ended.wait(pause):
             seconds = time.monotonic() - self._began
-            print(f"autopar: {elapsed_text(seconds)}: {self._text or 'starting'}", file=sys.stderr, flush=True)
+            print(f"autopar: {elapsed_text(seconds)}: {self._text or 'loading torch'}", file=sys.stderr, flush=True)
             pause *= GROWTH
 
 
