@@ -147,6 +147,10 @@ NEEDED = {
     "simulate": ["llama-3-8b", "--cluster", "8xh100", "--dp", "8", "--global-batch", "8", "--exchange"],
     "calibrate": ["--out", "c.toml", "--processes", "2"],
     "launch": ["out"],
+    "advise": [
+        *("llama-3-8b", "--cluster", "8xh100", "--for", "fsdp", "--global-batch", "8", "--seq", "2048"),
+        *("--gpus", "8", "--tokens", "1e9", "--price", "1"),
+    ],
 }
 ALLOWED = {
     ("simulate", "--zero"),

@@ -10,6 +10,8 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import yaml
+
 from autopar.errors import ArgumentError
 
 MOST_BYTES = 10**6
@@ -36,17 +38,13 @@ def flat_keys(text: str, name: str) -> dict[str, Any]:
         if ending == "toml":
             return dict(_walk(tomllib.loads(text)))
         if ending in ("yaml", "yml"):
-            return dict(_walk(_yaml(text, name)))
+            return dict(_walk(_yaml(text)))
         return _flags(text, name)
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{name} is no {ending.upper()} that can be read: {error}") from error
 
 
-def _yaml(text: str, name: str) -> Any:
-    try:
-        import yaml
-    except ImportError as error:
-        raise ArgumentError(f"{name} is YAML, and PyYAML is not installed; pip install pyyaml") from error
+def _yaml(text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
