@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from autopar.advice.candidates import layouts, micro_batches
-from autopar.advice.framework import Framework, Job
+from autopar.advice.framework import Framework, TransformerJob
 from autopar.advice.frameworks import FRAMEWORKS
 from autopar.advice.rank import RESERVE, rank
 from autopar.cost_models.efficiency import load_efficiency
@@ -78,7 +78,7 @@ def answer(cases: list[Case]) -> Answer | None:
         return None
     used = min(timed, key=lambda case: case.seconds)
     config, efficiency = used.config, load_efficiency(used.gpu)
-    job = Job(
+    job = TransformerJob(
         shape=used.shape,
         cluster=used.cluster,
         global_batch=config.global_batch,

@@ -10,7 +10,7 @@ import pytest
 from autopar.advice.advise import advise, cluster_of, sizes
 from autopar.advice.candidates import layouts, micro_batches, offloads
 from autopar.advice.config_file import flat_keys
-from autopar.advice.framework import Framework, Job
+from autopar.advice.framework import Framework, TransformerJob
 from autopar.advice.frameworks import FRAMEWORKS, framework_named
 from autopar.advice.rank import price, rank
 from autopar.cli.main import main
@@ -33,11 +33,13 @@ SMALL = TransformerShape(
 UNSAID = {"accelerate": {"micro_batch", "global_batch", "recompute"}, "deepspeed": {"recompute"}}
 
 
-def job_of(shape: TransformerShape = SMALL, cluster: str = "8xh100", global_batch: int = 16, seq: int = 4096) -> Job:
-    return Job(shape=shape, cluster=load_cluster(cluster), global_batch=global_batch, seq=seq)
+def job_of(
+    shape: TransformerShape = SMALL, cluster: str = "8xh100", global_batch: int = 16, seq: int = 4096
+) -> TransformerJob:
+    return TransformerJob(shape=shape, cluster=load_cluster(cluster), global_batch=global_batch, seq=seq)
 
 
-def configurations(framework: Framework, job: Job) -> list[TrainingConfig]:
+def configurations(framework: Framework, job: TransformerJob) -> list[TrainingConfig]:
     return [
         replace(layout.config, micro_batch=size, recompute=kind, offload=offload)
         for layout in layouts(framework, job)
@@ -54,7 +56,7 @@ def test_the_best_is_the_best_of_all(framework: Framework, seed: int) -> None:
     draw = random.Random(seed)
     shape = replace(SMALL, layers=draw.choice((2, 4, 6)), hidden=draw.choice((512, 2048)), vocab=32000)
     cluster = load_cluster(draw.choice(("4xh100", "2x2xa100")))
-    unlimited = Job(shape=shape, cluster=cluster, global_batch=8, seq=2048)
+    unlimited = TransformerJob(shape=shape, cluster=cluster, global_batch=8, seq=2048)
     least = min(price(framework, unlimited, config).nbytes for config in configurations(framework, unlimited))
     limit = int(least * draw.choice((1.05, 1.5, 3)))
     cluster = replace(cluster, device=replace(cluster.device, memory_bytes=limit))

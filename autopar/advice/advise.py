@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.advice.framework import Fields, Framework, Job
+from autopar.advice.framework import Fields, Framework, TransformerJob
 from autopar.advice.frameworks import FRAMEWORKS
 from autopar.advice.rank import FrameworkRanking, Priced, price, rank
 from autopar.cost_models.training_config import TrainingConfig
@@ -25,7 +25,7 @@ class Advice:
     none does.
     """
 
-    job: Job
+    job: TransformerJob
     ranking: FrameworkRanking
     own: Priced | None
     unlimited: Priced | None
@@ -42,7 +42,9 @@ class ClusterSize:
     cost: float | None
 
 
-def advise(framework: Framework, job: Job, *, own: Fields | None = None, where: str = "", count: int = 5) -> Advice:
+def advise(
+    framework: Framework, job: TransformerJob, *, own: Fields | None = None, where: str = "", count: int = 5
+) -> Advice:
     """Rank a framework's configurations for a job.
 
     Args:
@@ -66,7 +68,7 @@ def advise(framework: Framework, job: Job, *, own: Fields | None = None, where: 
     )
 
 
-def _own(framework: Framework, job: Job, own: Fields, where: str) -> Priced:
+def _own(framework: Framework, job: TransformerJob, own: Fields, where: str) -> Priced:
     given = {
         **framework.habits,
         "global_batch": job.global_batch,
@@ -86,7 +88,7 @@ def _own(framework: Framework, job: Job, own: Fields, where: str) -> Priced:
 
 def sizes(
     framework: Framework,
-    job: Job,
+    job: TransformerJob,
     counts: Sequence[int],
     *,
     tokens: float | None = None,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from autopar.advice.framework import Framework, FrameworkSpace, Job, Sharding
+from autopar.advice.framework import Framework, FrameworkSpace, Sharding, TransformerJob
 from autopar.cost_models.host_offload import has_host
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.values.divisors import divisors
@@ -22,7 +22,7 @@ class FrameworkLayout:
     sharding: Sharding
 
 
-def layouts(framework: Framework, job: Job) -> Iterator[FrameworkLayout]:
+def layouts(framework: Framework, job: TransformerJob) -> Iterator[FrameworkLayout]:
     """Degrees that divide what they split, with every policy and schedule, of micro-batches of one sample."""
     space, shape = framework.space, job.shape
     devices = job.cluster.num_devices
@@ -67,21 +67,21 @@ def micro_batches(layout: FrameworkLayout) -> Iterator[int]:
             yield size
 
 
-def offloads(framework: Framework, job: Job, layout: FrameworkLayout) -> tuple[str, ...]:
+def offloads(framework: Framework, job: TransformerJob, layout: FrameworkLayout) -> tuple[str, ...]:
     """What the host may hold, where it is known: optimizer state that ZeRO splits, everything under ZeRO-3."""
     zero = layout.config.zero
     most = {"none": True, "optimizer": zero > 0, "all": zero == 3 and layout.config.pp == 1}
     return tuple(kind for kind in framework.space.offload if kind == "none" or (most[kind] and has_host(job.cluster)))
 
 
-def _tensor(space: FrameworkSpace, job: Job) -> tuple[int, ...]:
+def _tensor(space: FrameworkSpace, job: TransformerJob) -> tuple[int, ...]:
     shape = job.shape
     most = (space.most_tensor or job.site.devices_per_node) if space.tensor else 1
     found = (n for n in divisors(shape.heads) if n <= most and shape.ffn % n == 0)
     return tuple(n for n in found if shape.kv_heads % n == 0 or (space.repeats_keys and n % shape.kv_heads == 0))
 
 
-def _context(space: FrameworkSpace, job: Job) -> tuple[int, ...]:
+def _context(space: FrameworkSpace, job: TransformerJob) -> tuple[int, ...]:
     """Powers of two: ranks take a piece from the front and one from the end each (load balance of causal attention)."""
     found = [1]
     while space.context and job.seq % (4 * found[-1]) == 0 and job.seq // (2 * found[-1]) >= LEAST_CONTEXT:
@@ -89,7 +89,7 @@ def _context(space: FrameworkSpace, job: Job) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _pipelines(space: FrameworkSpace, job: Job, pp: int, samples: int) -> Iterator[tuple[str, int]]:
+def _pipelines(space: FrameworkSpace, job: TransformerJob, pp: int, samples: int) -> Iterator[tuple[str, int]]:
     if pp == 1:
         yield "1f1b", 1
         return
@@ -104,7 +104,7 @@ def _pipelines(space: FrameworkSpace, job: Job, pp: int, samples: int) -> Iterat
                 yield schedule, chunks
 
 
-def _sharded(space: FrameworkSpace, config: TrainingConfig, job: Job) -> Iterator[FrameworkLayout]:
+def _sharded(space: FrameworkSpace, config: TrainingConfig, job: TransformerJob) -> Iterator[FrameworkLayout]:
     alone = config.dp * config.cp == 1
     for sharding in space.shardings[:1] if alone else space.shardings:
         if sharding.alone and config.tp * config.cp > 1:

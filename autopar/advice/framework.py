@@ -75,7 +75,7 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TransformerJob:
     """A transformer, and where it is trained.
 
     global_batch: samples a step. seq: tokens a sample. precision: of matrix products, a name of `TrainingConfig`.

@@ -8,7 +8,7 @@ A zbv configuration whose bound (no bubbles) is above what is already found is n
 from dataclasses import dataclass, replace
 
 from autopar.advice.candidates import FrameworkLayout, layouts, micro_batches, offloads
-from autopar.advice.framework import Framework, Job, Sharding
+from autopar.advice.framework import Framework, Sharding, TransformerJob
 from autopar.cost_models.efficiency import Efficiency, nominal_efficiency
 from autopar.cost_models.step_memory import StepMemory, step_memory
 from autopar.cost_models.step_time import StepTime, least_seconds, simulate_step
@@ -52,7 +52,7 @@ class FrameworkRanking:
     num_weighed: int
 
 
-def rank(framework: Framework, job: Job, count: int = 10) -> FrameworkRanking:
+def rank(framework: Framework, job: TransformerJob, count: int = 10) -> FrameworkRanking:
     """The `count` fastest configurations of a framework that fit, and as many that do not fit by the least.
 
     Raises:
@@ -118,7 +118,7 @@ def _nearest(misses: list[Miss], fitting: set[str]) -> list[Miss]:
     return sorted(kinds.values(), key=lambda miss: (miss[0].sharding.name in fitting, miss[2].with_reserve(RESERVE)))
 
 
-def _nothing(framework: Framework, job: Job) -> str:
+def _nothing(framework: Framework, job: TransformerJob) -> str:
     devices = job.cluster.num_devices
     return (
         f"{framework.title} has no configuration for {job.shape.name} on {devices} devices with a global batch of "
@@ -127,7 +127,7 @@ def _nothing(framework: Framework, job: Job) -> str:
     )
 
 
-def price(framework: Framework, job: Job, config: TrainingConfig) -> Priced:
+def price(framework: Framework, job: TransformerJob, config: TrainingConfig) -> Priced:
     """One configuration, whether it fits or not.
 
     Raises:
@@ -140,7 +140,7 @@ def price(framework: Framework, job: Job, config: TrainingConfig) -> Priced:
 
 def _priced(
     framework: Framework,
-    job: Job,
+    job: TransformerJob,
     config: TrainingConfig,
     sharding: Sharding,
     memory: StepMemory,

@@ -8,7 +8,7 @@ import typer
 
 from autopar.advice.advise import advise as make_advice
 from autopar.advice.advise import settings_of, size_values, sizes
-from autopar.advice.framework import ConfigFile, Framework, Job
+from autopar.advice.framework import ConfigFile, Framework, TransformerJob
 from autopar.cli.ending import console_of, one_answer
 from autopar.cli.options import overrides
 from autopar.cli.parameters import OUTPUT, WHAT, Cluster, Json, Set, option
@@ -95,7 +95,7 @@ def advise(
             if seq is None:
                 raise ArgumentError(f"{model} needs --seq, tokens a sample")
             tell("pricing configurations")
-            job = Job(
+            job = TransformerJob(
                 shape=read_shape(model),
                 cluster=machine,
                 global_batch=global_batch,
@@ -121,7 +121,7 @@ def advise(
 
 
 def _transformer(
-    chosen: Framework, job: Job, config: str | None, top: int, out: Path | None, answer: dict[str, Any]
+    chosen: Framework, job: TransformerJob, config: str | None, top: int, out: Path | None, answer: dict[str, Any]
 ) -> list[Any]:
     """What is printed of a model with formulas; `answer` gets the same as plain values."""
     own = None if config is None else chosen.read(*_given(config), job.site)

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.advice.advise import Advice, ClusterSize
-from autopar.advice.framework import ConfigFile, Job
+from autopar.advice.framework import ConfigFile, TransformerJob
 from autopar.advice.rank import Priced
 from autopar.cost_models.efficiency import nominal_efficiency
 from autopar.cost_models.transformer import num_params
@@ -70,7 +70,7 @@ def sizes_table(sizes: Sequence[ClusterSize], currency: str) -> Table:
     return table
 
 
-def _headline(job: Job) -> str:
+def _headline(job: TransformerJob) -> str:
     cluster = job.cluster
     return (
         f"{job.shape.name}   {num_params(job.shape) / 1e9:.3g} B parameters   {cluster.num_devices} "
@@ -78,7 +78,7 @@ def _headline(job: Job) -> str:
     )
 
 
-def _line(priced: Priced, job: Job) -> str:
+def _line(priced: Priced, job: TransformerJob) -> str:
     memory = job.cluster.device.memory_bytes / 1e9
     return (
         f"{seconds_text(priced.seconds)} a step, MFU {priced.time.mfu:.1%}, "
@@ -109,7 +109,7 @@ def _degrees(priced: Priced) -> str:
     return ", ".join(words)
 
 
-def _table(title: str, rows: Sequence[Priced], job: Job) -> Table:
+def _table(title: str, rows: Sequence[Priced], job: TransformerJob) -> Table:
     table = columns_of(title, "configuration", "step", "MFU", "tokens/s", "GB a GPU", folded=1)
     for row in rows:
         table.add_row(
@@ -122,7 +122,7 @@ def _table(title: str, rows: Sequence[Priced], job: Job) -> Table:
     return table
 
 
-def _misses(rows: Sequence[Priced], job: Job) -> Table:
+def _misses(rows: Sequence[Priced], job: TransformerJob) -> Table:
     memory = job.cluster.device.memory_bytes / 1e9
     table = columns_of(
         f"do not fit in {memory:.0f} GB, the nearest", "configuration", "most of it", "GB a GPU", folded=2

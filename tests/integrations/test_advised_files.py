@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from autopar.advice.candidates import layouts, micro_batches, offloads
-from autopar.advice.framework import ConfigFile, Framework, Job
+from autopar.advice.framework import ConfigFile, Framework, TransformerJob
 from autopar.advice.frameworks import FRAMEWORKS
 from autopar.cost_models.named_shapes import named_shape
 from autopar.values.cluster import load_cluster
 
-JOB = Job(shape=named_shape("llama-3-8b"), cluster=load_cluster("4x8xh100"), global_batch=64, seq=8192)
+JOB = TransformerJob(shape=named_shape("llama-3-8b"), cluster=load_cluster("4x8xh100"), global_batch=64, seq=8192)
 
 
 def written(framework: Framework) -> list[tuple[ConfigFile, ...]]:
@@ -177,7 +177,7 @@ def test_torchs_code_trains_to_the_losses_of_one_process(kind: str, tmp_path: Pa
     """Each kind of function on 4 Gloo ranks, as it is written but for bf16."""
     framework = FRAMEWORKS["fsdp"]
     shape = replace(JOB.shape, name="tiny", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=128)
-    job = Job(shape=shape, cluster=load_cluster("4xh100"), global_batch=8, seq=16)
+    job = TransformerJob(shape=shape, cluster=load_cluster("4xh100"), global_batch=8, seq=16)
     tp = 2 if "tp" in kind else 1
     layout = next(
         layout
