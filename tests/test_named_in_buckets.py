@@ -55,7 +55,7 @@ def test_the_cheaper_of_two_is_taken_and_either_may_be_it() -> None:
 def test_a_baseline_costs_beside_a_plan_what_it_costs_when_asked_for() -> None:
     cluster, batch = two_hosts(1e-5, 0.1), cases.batch(0)
     about = {"cluster": cluster, "mesh": "2x2", "optimizer": "adamw", "precision": "fp64"}
-    beside = autopar.plan(cases.words(), batch, **about).estimate.baselines
+    beside = autopar.plan(cases.words(), batch, **about).estimate.named_baselines
     for name, seconds in beside.items():
         if isinstance(seconds, str):
             with pytest.raises(InfeasibleError):
