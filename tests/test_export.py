@@ -299,7 +299,7 @@ def test_train_py_runs_from_its_folder(tmp_path: Path) -> None:
 
     def printed(*more: str) -> list[str]:
         done = subprocess.run(
-            [*command, *more], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+            [*command, *more], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
         )
         assert done.returncode == 0, done.stderr[-9000:]
         return [line for line in done.stdout.splitlines() if line.startswith("step")]
