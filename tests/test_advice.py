@@ -214,6 +214,12 @@ def test_the_command_prints_advice_and_writes_what_to_paste(tmp_path, capsys: py
     table = json.loads((tmp_path / "ds_config.json").read_text())
     assert table["zero_optimization"]["stage"] == answer["best"][0]["zero"]
     assert [size["gpus"] for size in answer["gpus"]] == [8, 16]
+    (tmp_path / "model.py").write_text("x=1\n")
+    code, out = run(capsys, *given, "--config", str(tmp_path / "model.py"), "--json")
+    assert code == 2 and "no option that DeepSpeed" in json.loads(out)["error"]
+    code, out = run(capsys, *given, "--config", "tp=2,zero=3,mbs=1", "--json")
+    yours = json.loads(out)["yours"]
+    assert (yours["tp"], yours["dp"], yours["zero"], yours["accumulate"]) == (2, 4, 3, 16)
     code, out = run(capsys, *given)
     assert code == 0 and "GB a GPU" in out and "ds_config.json" in out
 

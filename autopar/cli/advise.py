@@ -8,7 +8,9 @@ import typer
 
 from autopar.advice.advise import advise as make_advice
 from autopar.advice.advise import settings_of, size_values, sizes
-from autopar.advice.framework import ConfigFile, Framework, TransformerJob
+from autopar.advice.config_file import flat_keys
+from autopar.advice.framework import ConfigFile, Fields, Framework, TransformerJob
+from autopar.advice.words import read_words
 from autopar.cli.ending import console_of, one_answer
 from autopar.cli.options import overrides
 from autopar.cli.parameters import OUTPUT, WHAT, Cluster, Json, Set, option
@@ -124,7 +126,7 @@ def _transformer(
     chosen: Framework, job: TransformerJob, config: str | None, top: int, out: Path | None, answer: dict[str, Any]
 ) -> list[Any]:
     """What is printed of a model with formulas; `answer` gets the same as plain values."""
-    own = None if config is None else chosen.read(*_given(config), job.site)
+    own = None if config is None else _own(chosen, config, job)
     advice = make_advice(chosen, job, own=own, where=f"--config {config}", count=top)
     best = advice.ranking.best[0] if advice.ranking.best else None
     written = () if best is None else chosen.write(job.site, best.config, best.sharding)
@@ -138,6 +140,20 @@ def _transformer(
         written={one.name: one.text for one in written},
     )
     return [advice_text(advice, written)]
+
+
+def _own(chosen: Framework, config: str, job: TransformerJob) -> Fields:
+    """The user's own configuration: words mean the same for every framework, a file is the framework's."""
+    text, name = _given(config)
+    if name == "--config":
+        return read_words(flat_keys(text, name), name, job.site)
+    own = chosen.read(text, name, job.site)
+    tables = ("json", "yaml", "yml", "toml")
+    if name.rsplit(".", 1)[-1] not in tables and own == chosen.read("--nothing 1", name, job.site):
+        raise ArgumentError(
+            f"{name} has no option that {chosen.title} knows; give its own file, or words as tp=2,mbs=1"
+        )
+    return own
 
 
 def _own_model(

@@ -27,7 +27,9 @@ def advice_text(advice: Advice, written: Sequence[ConfigFile]) -> RenderableType
         parts.append(Text(f"{ranking.framework.title}: {_line(best, job)}"))
         parts.append(Text(f"  {_degrees(best)}"))
     if advice.own is not None:
-        parts.append(Text(f"yours: {_line(advice.own, job)}{_against(advice.own, best)}"))
+        unlike = "" if (own := advice.own.config.global_batch) == job.global_batch else f" ({own} samples a step)"
+        against = _against(advice.own, best) if advice.own.fits else ", which does not fit"
+        parts.append(Text(f"yours{unlike}: {_line(advice.own, job)}{against}"))
         parts.append(Text(f"  {_degrees(advice.own)}"))
         if not advice.own.fits:
             parts.append(Text(f"  it does not fit: {_what(advice.own)}"))
