@@ -87,7 +87,8 @@ def test_a_job_is_the_plans_cluster(folder: Path, tmp_path: Path) -> None:
     job = job_of(folder, python="python", arguments=("--resume",), restarts=2)
     assert (job.nodes, job.per_node, job.gpus, job.device, job.name) == (2, 2, 2, "h100", "autopar-sequential")
     assert torchrun_command(job, master="h0") == (
-        "python", "-m", "torch.distributed.run", "--nproc-per-node=2", "--nnodes=2", "--rdzv-backend=c10d",
+        "env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "python", "-m", "torch.distributed.run",
+        "--nproc-per-node=2", "--nnodes=2", "--rdzv-backend=c10d",
         "--rdzv-endpoint=h0:29500", "--rdzv-id=autopar-sequential", "--max-restarts=2",
         f"{job.folder}/train.py", "--resume",
     )  # fmt: skip
@@ -151,7 +152,11 @@ def test_skypilot_is_told_nodes_and_devices(folder: Path) -> None:
     text = task_yaml(job, accelerator="H100", setup="pip install x")
     table = yaml.safe_load(text)
     assert table["num_nodes"] == 2 and table["resources"] == {"accelerators": "H100:2"}
-    assert "'a b'" in table["run"] and '--node-rank="$SKYPILOT_NODE_RANK"' in table["run"] and "run: |" in text
+    assert (
+        "'a b'" in table["run"]
+        and '--rdzv-endpoint="$(echo "$SKYPILOT_NODE_IPS" | head -n 1):29500"' in table["run"]
+        and "run: |" in text
+    )
 
 
 def test_skypilot_knows_the_file(folder: Path, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """What starts an exported folder on Kubernetes: an Indexed Job with a headless Service, or Kubeflow's PyTorchJob.
 
-A pod a node. Of a Job the pod of index 0 is where ranks meet, under the name that the Service gives it; torchrun runs
-in each pod. A PyTorchJob's operator sets MASTER_ADDR, PET_NNODES, PET_NODE_RANK and the rest, which torchrun reads.
-The folder is on a volume that all pods see, or in the image.
+A pod a node; what is lost is started again by the Job or the operator, pod by pod. Of a Job the pod of index 0 is
+where ranks meet, under the name that the Service gives it; torchrun runs in each pod. A PyTorchJob's operator sets
+MASTER_ADDR, PET_NNODES, PET_NODE_RANK and the rest, which torchrun reads. The folder is on a volume that all pods see,
+or in the image.
 
 Sources of the forms: the API reference of Kubernetes (batch/v1 Job, v1 Service) and of Kubeflow's training operator
 (kubeflow.org/v1 PyTorchJob).
@@ -54,7 +55,6 @@ def job_yaml(job: Job, pod: Pod) -> str:
         "--node-rank=$(JOB_COMPLETION_INDEX)",
         f"--master-addr={job.name}-0.{job.name}",
         f"--master-port={PORT}",
-        f"--max-restarts={job.restarts}",
         f"{pod.path}/{SCRIPT}",
         *job.arguments,
     ]

@@ -1,12 +1,13 @@
 """A SkyPilot task that starts an exported folder: SkyPilot finds machines, copies the folder there, and runs torchrun.
 
-Source of the form and of the variables SKYPILOT_NODE_IPS, SKYPILOT_NODE_RANK: SkyPilot's documentation, "Task YAML" and
+Source of the form and of the variable SKYPILOT_NODE_IPS: SkyPilot's documentation, "Task YAML" and
 "Distributed multi-node jobs".
 """
 
 import shlex
 
 from autopar.launch.job import PORT, SCRIPT, Job
+from autopar.launch.torchrun import OWN_STORE
 from autopar.launch.yaml_text import yaml_text
 
 ACCELERATORS = {
@@ -31,14 +32,16 @@ def task_yaml(job: Job, *, accelerator: str | None, setup: str) -> str:
     """
     command = shlex.join(
         [
+            *(("env", OWN_STORE) if job.restarts else ()),
             *(job.python, "-m", "torch.distributed.run"),
             f"--nproc-per-node={job.per_node}",
             f"--nnodes={job.nodes}",
-            f"--master-port={PORT}",
             f"--max-restarts={job.restarts}",
+            f"--rdzv-id={job.name}",
+            "--rdzv-backend=c10d",
         ]
     )
-    where = '--node-rank="$SKYPILOT_NODE_RANK" --master-addr="$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"'
+    where = f'--rdzv-endpoint="$(echo "$SKYPILOT_NODE_IPS" | head -n 1):{PORT}"'
     table = {
         "name": job.name,
         "workdir": str(job.folder),

@@ -7,13 +7,18 @@ goes on from its newest checkpoint where it is given `--checkpoint FOLDER --resu
 
 from autopar.launch.job import PORT, SCRIPT, Job
 
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+"""Workers meet at a store of their own life. By default they share the agent's, where a worker that is started again
+finds addresses of the life before: Gloo connects to them and fails."""
+
 
 def torchrun_command(job: Job, *, master: str | None = None, port: int = PORT) -> tuple[str, ...]:
     """Words of the command, the same on every node.
 
     master: the host at which nodes meet, which all of them reach; None for one node.
     """
-    words = [job.python, "-m", "torch.distributed.run", f"--nproc-per-node={job.per_node}"]
+    words = ["env", OWN_STORE] if job.restarts else []
+    words += [job.python, "-m", "torch.distributed.run", f"--nproc-per-node={job.per_node}"]
     if job.nodes == 1:
         words.append("--standalone")
     else:
