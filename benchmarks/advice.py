@@ -67,7 +67,9 @@ def framework_of(case: Case) -> Framework | None:
     for key, name in SOURCES.items():
         if case.source == key or (key == "torchtitan" and case.source.startswith(key)):
             habits = {f.name: getattr(case.config, f.name) for f in fields(TrainingConfig) if f.name not in CHOSEN}
-            return replace(FRAMEWORKS[name], habits=habits)
+            found = FRAMEWORKS[name]
+            space = replace(found.space, precisions=(*found.space.precisions, case.config.precision))
+            return replace(found, habits=habits, space=space)
     return None
 
 

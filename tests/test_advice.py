@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from autopar.advice.advise import advise, cluster_of, sizes
+from autopar.advice.advise import advise, cluster_of, read_own, sizes
 from autopar.advice.candidates import layouts, micro_batches, offloads
 from autopar.advice.config_file import flat_keys
 from autopar.advice.framework import Framework, TransformerJob
@@ -21,7 +21,7 @@ from autopar.cost_models.step_memory import step_memory
 from autopar.cost_models.step_time import simulate_step
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.cost_models.transformer import TransformerShape
-from autopar.errors import ArgumentError, ClusterError, MeshError
+from autopar.errors import ArgumentError, AutoparError, ClusterError, MeshError
 from autopar.values.cluster import load_cluster
 
 ALL = [pytest.param(framework, id=name) for name, framework in FRAMEWORKS.items()]
@@ -73,9 +73,11 @@ def test_what_is_written_says_what_was_chosen(framework: Framework) -> None:
     """read(write(configuration)) is the configuration; Lightning's and torch's are Python, which is not run."""
     job = job_of(named_shape("llama-3-8b"), "4x8xh100", 64, 8192)
     names = {"tp", "pp", "dp", "cp", "ep", "zero", "replicate", "keep_gathered", "virtual_stages", "schedule"}
-    names |= {"micro_batch", "global_batch", "recompute", "offload"}
+    names |= {"micro_batch", "global_batch", "recompute", "offload", "precision"}
     names -= UNSAID.get(framework.name, set())
-    for config in random.Random(0).sample(every := configurations(framework, job), min(60, len(every))):
+    draw = random.Random(0)
+    for config in draw.sample(every := configurations(framework, job), min(60, len(every))):
+        config = replace(config, precision=draw.choice(framework.space.precisions))
         written = framework.write(job.site, config, framework.sharding_of(config))
         assert all(one.text.endswith("\n") or "\\" in one.text for one in written)
         if written[0].language == "python":
@@ -83,7 +85,9 @@ def test_what_is_written_says_what_was_chosen(framework: Framework) -> None:
             continue
         if any(one.language == "python" and "ParallelismConfig(" in one.text for one in written):
             continue  # the Trainer takes degrees as an object
-        said = framework.read(written[0].text, f"x.{written[0].language}", job.site)
+        name = f"x.{written[0].language}"
+        said, unread = read_own(framework, written[0].text, name, job.site)
+        assert not {key for key in unread if "size" in key or "degree" in key}
         defaults = {f.name: f.default for f in fields(TrainingConfig)}
         again = {name: said.get(name, defaults[name]) for name in names}
         assert again == {name: getattr(config, name) for name in names}, written[0].text
@@ -153,7 +157,9 @@ def test_a_users_own_configuration_is_priced_beside() -> None:
     text = json.dumps(
         {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "extra": [1]}
     )
-    found = advise(framework, job, own=framework.read(text, "ds.json", job.site), where="ds.json")
+    own, unread = read_own(framework, text, "ds.json", job.site)
+    assert unread == ("extra",)
+    found = advise(framework, job, own=own, where="ds.json")
     assert found.own is not None
     assert (found.own.config.zero, found.own.config.dp, found.own.config.num_microbatches) == (3, 8, 8)
     assert found.own.seconds >= found.ranking.best[0].seconds or not found.own.fits
@@ -183,8 +189,80 @@ def test_words_and_names_that_are_not_known_are_errors() -> None:
         framework_named("ddp")
     job = job_of()
     for words, message in (("tensor=2", "tensor is not one of"), ("tp=x", "no int"), ("tp=3", "do not divide 8")):
-        with pytest.raises(ArgumentError, match=message):
-            FRAMEWORKS["fsdp"].read(words, "--config", job.site)
+        for framework in FRAMEWORKS.values():
+            with pytest.raises(AutoparError, match=message):
+                read_own(framework, words, "", job.site)
+
+
+@pytest.mark.parametrize(
+    ("framework", "name", "text", "message"),
+    [
+        ("deepspeed", "a.json", '{"zero_optimisation": {"stage": 3}}', "did you mean zero_optimization.stage"),
+        ("deepspeed", "a.json", '{"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, '
+         '"gradient_accumulation_steps": 1}', "train_batch_size is 7, but 8 data-parallel ranks"),
+        ("deepspeed", "a.json", '{"zero_optimization": {"offload_param": {"device": "nvme"}}}', "nvme is not priced"),
+        ("deepspeed", "a.json", '{"optimizer": {"type": "AdamW"}}', "no option that is known"),
+        ("deepspeed", "a.json", '{"tensor_parallel": {"autotp_size": 3}}', "do not divide 8"),
+        ("trainer", "a.json", '{"fsdp": "full_shrd"}', "fsdp full_shrd is not priced here"),
+        ("trainer", "a.json", '{"bf16": "maybe"}', "bf16 maybe is not priced here"),
+        ("trainer", "a.json", '{"per_device_train_batchsize": 2}', "did you mean per_device_train_batch_size"),
+        ("trainer", "a.json", '{"deepspeed": "ds.json"}', "give --for deepspeed"),
+        ("accelerate", "a.yaml", "distributed_type: TPU", "distributed_type TPU is not priced here"),
+        ("accelerate", "a.yaml", "mixed_precision: fp8", "mixed_precision fp8 is not priced here"),
+        ("torchtitan", "a.sh", "--parallelism.pipeline_parallel_schedule LoopedBFS", "LoopedBFS is not priced here"),
+        ("torchtitan", "a.toml", '[activation_checkpoint]\nmode = "memory_budget"', "memory_budget is not priced here"),
+        ("torchtitan", "a.toml", "[parallelism]\ntensor_parallel_degre = 2", "did you mean parallelism.tensor"),
+        ("megatron", "a.sh", "--recompute-granularity most", "recompute-granularity most is not priced here"),
+        ("megatron", "a.sh", "--tensor-model-parallel-size $TP", "not a whole number"),
+        ("fsdp", "train.py", "x = 1", "Python, which is not run"),
+        ("lightning", "train.py", "x = 1", "Python, which is not run"),
+    ],
+)  # fmt: skip
+def test_what_a_file_says_is_read_or_refused(framework: str, name: str, text: str, message: str) -> None:
+    with pytest.raises(AutoparError, match=message):
+        read_own(FRAMEWORKS[framework], text, name, job_of().site)
+
+
+@pytest.mark.parametrize(
+    ("framework", "name", "text", "said"),
+    [
+        ("trainer", "a.json", '{"bf16": true, "fsdp": "shard_grad_op auto_wrap offload"}',
+         {"precision": "bf16", "zero": 3, "keep_gathered": True, "offload": "all"}),
+        ("trainer", "a.json", '{"fsdp": ["hybrid_shard"]}', {"precision": "fp32", "zero": 3, "replicate": 2}),
+        ("trainer", "a.json", '{"fsdp": true, "fsdp_config": {"reshard_after_forward": false}}',
+         {"zero": 3, "keep_gathered": True}),
+        ("trainer", "a.json", '{"fsdp": "", "fp16": true}', {"zero": 0, "precision": "fp16"}),
+        ("accelerate", "a.yaml", "mixed_precision: no\ndistributed_type: 'NO'", {"precision": "fp32", "zero": 0}),
+        ("accelerate", "a.yaml", "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: 4",
+         {"zero": 3, "replicate": 2}),
+        ("deepspeed", "a.json", '{"train_batch_size": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": true}}',
+         {"precision": "fp16", "micro_batch": 1}),
+        ("megatron", "a.sh", "--bf16 --fp8-format hybrid --recompute-activations",
+         {"precision": "fp8", "recompute": "selective"}),
+        ("torchtitan", "a.toml", '[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "2"',
+         {"recompute": "alternate", "precision": "bf16"}),
+        ("megatron", "a.sh", "--tp-comm-overlap-ag 1 --recompute-granularity full", {"recompute": "full"}),
+        ("fsdp", "a.yaml", "tp: 2\nzero: 3", {"tp": 2, "zero": 3, "dp": 8}),
+    ],
+)  # fmt: skip
+def test_files_of_other_hands_mean_what_their_frameworks_do_with_them(
+    framework: str, name: str, text: str, said: dict[str, object]
+) -> None:
+    fields_, _ = read_own(FRAMEWORKS[framework], text, name, job_of(cluster="2x8xh100").site)
+    assert {key: fields_[key] for key in said} == said
+
+
+def test_what_cannot_be_written_is_not_advised() -> None:
+    """A precision that the file cannot ask for, and tensor parallel ranks of layers that the plan does not name."""
+    with pytest.raises(ArgumentError, match=r"advice for torchtitan .* is for bf16, not for fp8"):
+        rank(FRAMEWORKS["torchtitan"], replace(job_of(), precision="fp8"))
+    assert rank(FRAMEWORKS["megatron"], replace(job_of(named_shape("llama-3-8b")), precision="fp8"), 1).best
+    for name in ("fsdp", "lightning", "accelerate", "trainer"):
+        degrees = [
+            {layout.config.tp for layout in layouts(FRAMEWORKS[name], job_of(shape))}
+            for shape in (SMALL, replace(SMALL, gated=False))
+        ]
+        assert max(degrees[0]) > 1 and degrees[1] == {1}
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -216,7 +294,14 @@ def test_the_command_prints_advice_and_writes_what_to_paste(tmp_path, capsys: py
     assert [size["gpus"] for size in answer["gpus"]] == [8, 16]
     (tmp_path / "model.py").write_text("x=1\n")
     code, out = run(capsys, *given, "--config", str(tmp_path / "model.py"), "--json")
-    assert code == 2 and "no option that DeepSpeed" in json.loads(out)["error"]
+    assert code == 2 and "Python, which is not run" in json.loads(out)["error"]
+    code, out = run(capsys, *given, "--config", str(tmp_path), "--json")
+    assert code == 2 and "is a folder" in json.loads(out)["error"]
+    code, out = run(capsys, "advise", "model.py", *given[2:])
+    assert code == 2
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}, "steps_per_print": 5}')
+    code, out = run(capsys, *given, "--config", str(tmp_path / "ds.json"))
+    assert code == 0 and "no price depends on steps_per_print" in out
     code, out = run(capsys, *given, "--config", "tp=2,zero=3,mbs=1", "--json")
     yours = json.loads(out)["yours"]
     assert (yours["tp"], yours["dp"], yours["zero"], yours["accumulate"]) == (2, 4, 3, 16)
@@ -228,12 +313,22 @@ SOURCE = """
 import torch
 from torch import nn
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 256), nn.Linear(256, 64)
+    def forward(self, x):
+        return x + self.second(torch.relu(self.first(x)))
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(64, 256), nn.Linear(256, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(64, 8)
     def forward(self, x, y):
-        return nn.functional.cross_entropy(self.second(torch.relu(self.first(x))), y)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x), y)
 
 def make(batch=8):
     return Net(), {"x": torch.randn(batch, 64), "y": torch.randint(0, 8, (batch,))}
@@ -250,6 +345,10 @@ def test_any_model_is_advised_by_its_plans(tmp_path, capsys: pytest.CaptureFixtu
     assert seconds == sorted(seconds) and all(row["micro_batch"] == 8 for row in answer["best"])
     arguments = json.loads(answer["written"]["training_arguments.json"])
     assert arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] * 2 == 16
+    assert arguments["bf16"] is True
+    code, out = run(capsys, *given, "--for", "fsdp", "--precision", "fp32")
+    code_of = json.loads(out)["written"]["distribute.py"]
+    assert code == 0 and "bfloat16" not in code_of
     for more, message in (
         (["--for", "megatron"], "transformers that it has itself"),
         (["--for", "trainer", "--gpus", "8"], "--gpus is for transformers"),
@@ -274,3 +373,27 @@ def test_what_does_not_fit_whole_is_tried_in_parts_then_recomputed() -> None:
         found = list(_largest(priced(limit), 48, ("none", "full")))
         assert [each.fits for each in found] == [False] * (len(found) - 1) + [True] and tried[-1] == last
         assert all(b[0] <= a[0] / 2 for a, b in pairwise(tried) if a[1] == b[1])
+
+
+def test_the_layers_of_any_model_are_found_and_written() -> None:
+    from torch import nn
+
+    from autopar.api.advised import equal_layers
+
+    class Block(nn.Linear):
+        pass
+
+    model = nn.Module()
+    model.body = nn.Module()
+    model.body.layers = nn.ModuleList(Block(8, 8) for _ in range(3))
+    model.small = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.mixed = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+    assert equal_layers(model) == ("body.layers", "Block")
+    assert equal_layers(nn.Linear(2, 2)) == ("", "")
+    job = job_of()
+    site = replace(job.site, layer_path="body.layers", layer_class="Block")
+    config = TrainingConfig(dp=8, zero=3, micro_batch=1, global_batch=16, seq=4096, recompute="full")
+    for name in ("trainer", "accelerate", "lightning", "fsdp"):
+        framework = FRAMEWORKS[name]
+        text = "".join(one.text for one in framework.write(site, config, framework.sharding_of(config)))
+        assert ("body.layers" if name == "fsdp" else "Block") in text

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.advice.framework import Fields, Framework, TransformerJob
+from autopar.advice.config_file import Keys, flat_keys
+from autopar.advice.framework import Fields, Framework, Site, TransformerJob
 from autopar.advice.frameworks import FRAMEWORKS
 from autopar.advice.rank import FrameworkRanking, Priced, price, rank
-from autopar.cost_models.training_config import TrainingConfig
+from autopar.advice.words import read_words
 from autopar.errors import ArgumentError, AutoparError, MeshError
 from autopar.values.cluster import Cluster, load_cluster, resized
 
@@ -60,7 +61,9 @@ def advise(
     priced = None if own is None else _own(framework, job, own, where)
     found = rank(framework, job, count)
     others = [
-        rank(other, job, 1).best for other in FRAMEWORKS.values() if other is not framework and other.space.schedules
+        rank(other, job, 1).best
+        for other in FRAMEWORKS.values()
+        if other is not framework and other.space.schedules and job.precision in other.space.precisions
     ]
     fastest = [each for best in (found.best[:1], *others) for each in best]
     return Advice(
@@ -68,9 +71,31 @@ def advise(
     )
 
 
+def read_own(framework: Framework, text: str, name: str, site: Site) -> tuple[Fields, tuple[str, ...]]:
+    """What a user's own configuration says, and its keys on which no price depends.
+
+    Args:
+        framework: whose file it is.
+        text: its content, or words as `tp=2,mbs=1`, which mean the same for every framework.
+        name: of the file, whose ending says the format; "" for words.
+        site: the model and where it runs.
+
+    Raises:
+        ArgumentError: if it cannot be read, says nothing known, has a misspelt key or a value that is not priced.
+        MeshError: if its degrees do not divide the devices.
+    """
+    if name.endswith(".py"):
+        raise ArgumentError(f"{name} is Python, which is not run; give words as tp=2,mbs=1")
+    if not name or framework.read is None:
+        where = name or "--config"
+        return read_words(flat_keys(text, where), where, site), ()
+    keys = Keys(text, name)
+    found = framework.read(keys, site)
+    return found, keys.unread()
+
+
 def _own(framework: Framework, job: TransformerJob, own: Fields, where: str) -> Priced:
     given = {
-        **framework.habits,
         "global_batch": job.global_batch,
         "seq": job.seq,
         "precision": job.precision,
@@ -79,7 +104,7 @@ def _own(framework: Framework, job: TransformerJob, own: Fields, where: str) -> 
         **own,
     }
     try:
-        config = TrainingConfig(**given)  # type: ignore[arg-type]
+        config = framework.config(**given)
         same = replace(job, global_batch=config.global_batch, seq=config.seq)
         return price(framework, same, config)
     except AutoparError as error:

@@ -10,8 +10,7 @@ from autopar.values.divisors import divisors
 
 MOST_MICRO_BATCH = 64
 LEAST_CONTEXT = 1024
-"""Tokens of a context parallel rank, at least: fewer leave attention kernels idle. Half and double change no choice of
-the published configurations, whose ranks have 4,096 and more."""
+"""Tokens of a context parallel rank, at least. A judgement, not a measurement: attention kernels of few tokens idle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,22 +32,19 @@ def layouts(framework: Framework, job: TransformerJob) -> Iterator[FrameworkLayo
                 if job.global_batch % dp or (pp > 1 and not space.schedules):
                     continue
                 for schedule, chunks in _pipelines(space, job, pp, job.global_batch // dp):
-                    base = TrainingConfig(
-                        **{
-                            **framework.habits,
-                            "tp": tp,
-                            "pp": pp,
-                            "dp": dp,
-                            "cp": cp,
-                            "schedule": schedule,
-                            "virtual_stages": chunks,
-                            "sequence_parallel": space.sequence_parallel and tp > 1,
-                            "micro_batch": 1,
-                            "global_batch": job.global_batch,
-                            "seq": job.seq,
-                            "precision": job.precision,
-                            "optimizer_states": job.optimizer_states,
-                        }  # type: ignore[arg-type]
+                    base = framework.config(
+                        tp=tp,
+                        pp=pp,
+                        dp=dp,
+                        cp=cp,
+                        schedule=schedule,
+                        virtual_stages=chunks,
+                        sequence_parallel=space.sequence_parallel and tp > 1,
+                        micro_batch=1,
+                        global_batch=job.global_batch,
+                        seq=job.seq,
+                        precision=job.precision,
+                        optimizer_states=job.optimizer_states,
                     )
                     for ep in divisors(dp) if space.expert and shape.experts > 1 else (1,):
                         if shape.experts % ep == 0:
@@ -76,7 +72,8 @@ def offloads(framework: Framework, job: TransformerJob, layout: FrameworkLayout)
 
 def _tensor(space: FrameworkSpace, job: TransformerJob) -> tuple[int, ...]:
     shape = job.shape
-    most = (space.most_tensor or job.site.devices_per_node) if space.tensor else 1
+    fitting = space.tensor and (not space.tensor_needs_llama or (shape.gated and shape.experts <= 1))
+    most = job.site.devices_per_node if fitting else 1
     found = (n for n in divisors(shape.heads) if n <= most and shape.ffn % n == 0)
     return tuple(n for n in found if shape.kv_heads % n == 0 or (space.repeats_keys and n % shape.kv_heads == 0))
 

@@ -3,20 +3,103 @@
 Nested tables become dotted keys. A file is data: nothing that it names is imported, and a Python file is not run.
 """
 
+import difflib
 import json
 import re
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
+from autopar.cost_models.training_config import TRUTH
 from autopar.errors import ArgumentError
 
 MOST_BYTES = 10**6
+MISSPELT = 0.92
+"""Keys at least so like one that is known (`difflib`) are taken for it, misspelt. Real ones are less like each other:
+0.91 for Megatron-LM's tp-comm-overlap and tp-comm-overlap-ag."""
 
-Flat = Mapping[str, Any]
+T = TypeVar("T")
+
+
+class Keys:
+    """What a configuration says, each key asked for by its name; what is nobody's question can be told at the end.
+
+    Dashes and underscores are the same; a value that is null or "auto" is as if it were not there.
+    """
+
+    def __init__(self, text: str, name: str) -> None:
+        """Of a file's content and its name.
+
+        Raises:
+            ArgumentError: if it cannot be read.
+        """
+        self.name = name
+        self._values = {_normal(key): value for key, value in flat_keys(text, name).items()}
+        self._asked: set[str] = set()
+
+    def value(self, key: str) -> Any:
+        """The value of a key, None if it is not there."""
+        self._asked.add(_normal(key))
+        value = self._values.get(_normal(key))
+        return None if value == "auto" else value
+
+    def whole(self, key: str) -> int | None:
+        """The whole number of a key, None if it is not there.
+
+        Raises:
+            ArgumentError: if it is something else.
+        """
+        value = self.value(key)
+        try:
+            return None if value is None else int(str(value))
+        except ValueError as error:
+            raise ArgumentError(f"{self.name}: {key} is {value!r}, not a whole number") from error
+
+    def truth(self, key: str) -> bool:
+        """Whether a switch is there and on.
+
+        Raises:
+            ArgumentError: if it is neither on nor off.
+        """
+        return self.choice(key, TRUTH, False)
+
+    def choice(self, key: str, known: Mapping[str, T], default: T) -> T:
+        """What the word of a key stands for, in any case of letters; the default if it is not there.
+
+        Raises:
+            ArgumentError: if the word is not known.
+        """
+        value = self.value(key)
+        if value is None:
+            return default
+        words = {word.lower(): meaning for word, meaning in known.items()}
+        if (word := str(value).lower()) not in words:
+            raise ArgumentError(f"{self.name}: {key} {value} is not priced here; what is: {', '.join(known)}")
+        return words[word]
+
+    def unread(self) -> tuple[str, ...]:
+        """Keys that nobody has asked for.
+
+        Raises:
+            ArgumentError: if one of them looks like one that was, or if nothing that was asked for is there.
+        """
+        rest = tuple(key for key in self._values if key not in self._asked)
+        for key in rest:
+            for near in difflib.get_close_matches(key, self._asked, 1, MISSPELT):
+                raise ArgumentError(f"{self.name}: {key} is not known; did you mean {near}?")
+        if len(rest) == len(self._values):
+            raise ArgumentError(f"{self.name} has no option that is known; some that are: {', '.join(self._some())}")
+        return rest
+
+    def _some(self) -> list[str]:
+        return sorted(self._asked)[:6]
+
+
+def _normal(key: str) -> str:
+    return key.replace("-", "_")
 
 
 def flat_keys(text: str, name: str) -> dict[str, Any]:
@@ -87,24 +170,3 @@ def _flags(text: str, name: str) -> dict[str, Any]:
     if not found:
         raise ArgumentError(f"{name} has neither flags (--key value) nor words (key=value); nothing in it can be read")
     return found
-
-
-def whole(keys: Flat, key: str, where: str) -> int | None:
-    """The whole number of a key, None if it is not there.
-
-    Raises:
-        ArgumentError: if it is something else.
-    """
-    value = keys.get(key)
-    if value is None or value == "auto":
-        return None
-    try:
-        return int(str(value))
-    except ValueError as error:
-        raise ArgumentError(f"{where}: {key} is {value!r}, not a whole number") from error
-
-
-def truth(keys: Flat, key: str) -> bool | None:
-    """Whether a switch is on, None if it is not there."""
-    value = keys.get(key)
-    return None if value is None else str(value).lower() in ("true", "1", "yes", "on")

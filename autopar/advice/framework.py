@@ -4,12 +4,14 @@ A framework is a value: habits (fields of `TrainingConfig` that its software fix
 and two functions between a configuration and the text that its users write.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from autopar.advice.config_file import Keys
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.cost_models.transformer import TransformerShape
-from autopar.errors import ArgumentError
+from autopar.errors import ArgumentError, MeshError
 from autopar.values.cluster import Cluster
 
 
@@ -38,8 +40,9 @@ class FrameworkSpace:
     schedules: of pipelines, () where there are none; virtual_stages: numbers of stages of a pipeline rank.
     tensor, context, expert: whether it has these degrees. sequence_parallel: whether tensor parallel ranks split norms
     by sequence. even_layers: each stage has equally many, embedding and head counted as none or as one each.
-    repeats_keys: more tensor parallel ranks than heads of keys each hold a copy of one. most_tensor: of tensor parallel
-    ranks, 0 for those of a node.
+    repeats_keys: more tensor parallel ranks than heads of keys each hold a copy of one. tensor_needs_llama: tensor
+    parallel ranks for layers of Llama's kind alone, gated and without experts. precisions: of matrix products that what
+    is written can ask for.
     """
 
     shardings: tuple[Sharding, ...]
@@ -53,17 +56,23 @@ class FrameworkSpace:
     sequence_parallel: bool = False
     even_layers: bool = False
     repeats_keys: bool = False
-    most_tensor: int = 0
+    tensor_needs_llama: bool = False
+    precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """What a configuration is written for: a model by its name, and where it runs. layers: of the model, 0 if no
-    stages are cut."""
+    """What a configuration is written for: a model by its name, and where it runs.
+
+    layers: of the model, 0 if no stages are cut. layer_path, layer_class: the list that holds its equal layers, and
+    their class, "" if it is not known.
+    """
 
     cluster: Cluster
     model: str
     layers: int = 0
+    layer_path: str = ""
+    layer_class: str = ""
 
     @property
     def devices_per_node(self) -> int:
@@ -72,6 +81,18 @@ class Site:
     @property
     def nodes(self) -> int:
         return self.cluster.num_devices // self.devices_per_node
+
+    def data_ranks(self, *degrees: int) -> int:
+        """Data-parallel ranks beside others.
+
+        Raises:
+            MeshError: if the degrees do not divide the devices.
+        """
+        ranks = math.prod(degrees)
+        if min(degrees) < 1 or self.cluster.num_devices % ranks:
+            text = " x ".join(str(degree) for degree in degrees)
+            raise MeshError(f"{text} model-parallel ranks do not divide {self.cluster.num_devices} devices")
+        return self.cluster.num_devices // ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +112,7 @@ class TransformerJob:
 
     @property
     def site(self) -> Site:
-        return Site(cluster=self.cluster, model=self.shape.name, layers=self.shape.layers)
+        return Site(cluster=self.cluster, model=self.shape.name, layers=self.shape.layers, layer_path="model.layers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +134,9 @@ class Framework:
 
     name: on the command line. title: with the version that files are written for. habits: fields of `TrainingConfig`
     that hold of all its configurations, and `sources`, where each of them is read. write: the configuration as its
-    users write it. read: what a user's own file says, of the text, its name and the site. notes: what the model of its
-    costs leaves out. own_models: it trains the transformers that it has itself, and no other module.
+    users write it. read: what a user's own file says, None where that is a Python program, which is not run. notes:
+    what the model of its costs leaves out. own_models: it trains the transformers that it has itself, and no other
+    module.
     """
 
     name: str
@@ -123,9 +145,17 @@ class Framework:
     sources: str
     space: FrameworkSpace
     write: Callable[[Site, TrainingConfig, Sharding], tuple[ConfigFile, ...]]
-    read: Callable[[str, str, Site], Fields]
+    read: Callable[[Keys, Site], Fields] | None
     notes: tuple[str, ...] = ()
     own_models: bool = False
+
+    def config(self, **fields: object) -> TrainingConfig:
+        """A configuration with this framework's habits where the fields do not say otherwise.
+
+        Raises:
+            AutoparError: as `TrainingConfig`.
+        """
+        return TrainingConfig(**{**self.habits, **fields})  # type: ignore[arg-type]
 
     def sharding_of(self, config: TrainingConfig) -> Sharding:
         """The policy that a configuration has.

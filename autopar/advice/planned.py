@@ -28,11 +28,12 @@ class PlannedConfiguration:
 class ModelAdvice:
     """Configurations that fit, fastest first, and those that do not.
 
-    left_out: policies that no plan prices, and why.
+    precision: of matrix products, as in `TrainingConfig`. left_out: policies that no plan prices, and why.
     """
 
     framework: Framework
     site: Site
+    precision: str
     best: tuple[PlannedConfiguration, ...]
     too_large: tuple[PlannedConfiguration, ...]
     left_out: tuple[str, ...]

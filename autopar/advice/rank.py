@@ -56,9 +56,13 @@ def rank(framework: Framework, job: TransformerJob, count: int = 10) -> Framewor
     """The `count` fastest configurations of a framework that fit, and as many that do not fit by the least.
 
     Raises:
-        ArgumentError: if the framework can express nothing for this model, batch and number of devices.
+        ArgumentError: if the framework can express nothing for this model, batch and number of devices, or not this
+            precision.
         ClusterError: if no constants of training steps are known for the device.
     """
+    if job.precision not in framework.space.precisions:
+        known = ", ".join(framework.space.precisions)
+        raise ArgumentError(f"advice for {framework.title} is for {known}, not for {job.precision}")
     efficiency = nominal_efficiency(job.cluster.device)
     limit = job.cluster.device.memory_bytes
     best: list[Priced] = []

@@ -16,6 +16,7 @@ def read_words(keys: Mapping[str, Any], where: str, site: Site) -> dict[str, obj
 
     Raises:
         ArgumentError: if a word is not known, or its value not of its kind.
+        MeshError: if the degrees do not divide the devices.
     """
     found: dict[str, object] = {}
     for key, value in keys.items():
@@ -30,10 +31,6 @@ def read_words(keys: Mapping[str, Any], where: str, site: Site) -> dict[str, obj
             raise ArgumentError(
                 f"{where}: {key} is {value!r}, which is no {getattr(kind, '__name__', kind)}"
             ) from error
-    ranks = 1
-    for degree in ("tp", "pp", "cp"):
-        ranks *= int(str(found.get(degree, 1)))
-    if ranks < 1 or site.cluster.num_devices % ranks:
-        raise ArgumentError(f"{where}: {ranks} model-parallel ranks do not divide {site.cluster.num_devices} devices")
-    found.setdefault("dp", site.cluster.num_devices // ranks)
+    degrees = [int(str(found.get(degree, 1))) for degree in ("tp", "pp", "cp")]
+    found.setdefault("dp", site.data_ranks(*degrees))
     return found

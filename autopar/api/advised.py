@@ -2,7 +2,8 @@
 
 `autopar.advice` has formulas for decoder transformers. Of any other model each policy that the framework has (DDP,
 ZeRO, FSDP) is a named configuration of it, planned and priced as every plan is. Larger micro-batches take less time and
-more memory: the largest that fits is looked for without recompute, and where not even one sample fits, with it.
+more memory: the largest that fits is looked for without recompute, and where not even one sample fits, with it. What is
+recomputed, or wrapped by itself, is an element of the model's list of layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,7 @@ from autopar.values.divisors import divisors
 from autopar.values.train_config import NUM_STATES
 
 MOST_MICRO_BATCH = 256
-"""Samples of a micro-batch that are tried first: half takes one more try where more would fit, double one more where
-it does not."""
+"""Samples of a micro-batch that are tried first."""
 
 
 def advise_model(
@@ -65,12 +65,15 @@ def advise_model(
             f"{devices}"
         )
     tell = progress or (lambda _: None)
+    path, layer = equal_layers(model)
+    site = Site(cluster=cluster, model=type(model).__name__, layer_path=path, layer_class=layer)
+    kinds = framework.space.recompute if path else framework.space.recompute[:1]
     best: list[PlannedConfiguration] = []
     too_large: list[PlannedConfiguration] = []
     left_out: list[str] = []
     for sharding in framework.space.shardings:
         if (recipe := _recipe(sharding)) is None:
-            left_out.append(f"{sharding.name}: no plan of autopar keeps what it keeps")
+            left_out.append(f"{sharding.name}: autopar has no plan that splits state in this way")
             continue
 
         def priced(size: int, kind: str, recipe: str = recipe, sharding: Sharding = sharding) -> PlannedConfiguration:
@@ -87,21 +90,45 @@ def advise_model(
                 with_baselines=False,
                 check=False,
             )
-            config = _config(framework, sharding, devices, global_batch, size, kind, optimizer)
+            config = framework.config(
+                dp=devices,
+                zero=sharding.zero,
+                keep_gathered=sharding.keep_gathered,
+                micro_batch=size,
+                global_batch=global_batch,
+                seq=1,  # a model of any kind has samples, not tokens
+                recompute=kind,
+                precision=precision.removesuffix("-mixed"),
+                optimizer_states=NUM_STATES[optimizer],
+            )
             return _planned(found, config, sharding, words, cluster)
 
         try:
-            for each in _largest(priced, global_batch // devices, framework.space.recompute):
+            for each in _largest(priced, global_batch // devices, kinds):
                 (best if each.fits else too_large).append(each)
         except InfeasibleError as error:
             left_out.append(f"{sharding.name}: {error}")
     return ModelAdvice(
         framework=framework,
-        site=Site(cluster=cluster, model=type(model).__name__),
+        site=site,
+        precision=precision.removesuffix("-mixed"),
         best=tuple(sorted(best, key=lambda each: (each.seconds, each.nbytes))),
         too_large=tuple(sorted(too_large, key=lambda each: each.nbytes)),
         left_out=tuple(left_out),
     )
+
+
+def equal_layers(model: nn.Module) -> tuple[str, str]:
+    """The path of the list that holds most of the model's parameters in two or more modules of one class, and the name
+    of that class; "" and "" if there is none."""
+    found = [("", "", 0)]
+    for path, module in model.named_modules():
+        classes = {type(child) for child in module.children()}
+        if path and isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and len(classes) == 1:
+            size = sum(parameter.numel() for parameter in module.parameters())
+            found.append((path, classes.pop().__name__, size))
+    path, layer, _ = max(found, key=lambda each: each[2])
+    return path, layer
 
 
 def _recipe(sharding: Sharding) -> str | None:
@@ -119,7 +146,7 @@ def _largest(
 ) -> Iterator[PlannedConfiguration]:
     """What was priced until one fits: micro-batches from the largest on by halves, then with recompute."""
     sizes = [size for size in divisors(samples) if size <= MOST_MICRO_BATCH]
-    for kind in (kinds[0], kinds[-1]):
+    for kind in dict.fromkeys((kinds[0], kinds[-1])):
         upper = len(sizes)
         while upper:
             each = priced(sizes[upper - 1], kind)
@@ -142,23 +169,4 @@ def _planned(
         nbytes=estimate.peak_nbytes,
         fits=estimate.peak_nbytes <= cluster.device.memory_bytes,
         memory=dict(estimate.memory),
-    )
-
-
-def _config(
-    framework: Framework, sharding: Sharding, devices: int, global_batch: int, size: int, kind: str, optimizer: str
-) -> TrainingConfig:
-    """What is written; a model of any kind has samples, not tokens."""
-    return TrainingConfig(
-        **{
-            **framework.habits,
-            "dp": devices,
-            "zero": sharding.zero,
-            "keep_gathered": sharding.keep_gathered,
-            "micro_batch": size,
-            "global_batch": global_batch,
-            "seq": 1,
-            "recompute": kind,
-            "optimizer_states": NUM_STATES[optimizer],
-        }  # type: ignore[arg-type]
     )

@@ -7,10 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from autopar.advice.advise import advise as make_advice
-from autopar.advice.advise import settings_of, size_values, sizes
-from autopar.advice.config_file import flat_keys
-from autopar.advice.framework import ConfigFile, Fields, Framework, TransformerJob
-from autopar.advice.words import read_words
+from autopar.advice.advise import read_own, settings_of, size_values, sizes
+from autopar.advice.framework import ConfigFile, Framework, TransformerJob
 from autopar.cli.ending import console_of, one_answer
 from autopar.cli.options import overrides
 from autopar.cli.parameters import OUTPUT, WHAT, Cluster, Json, Set, option
@@ -23,6 +21,7 @@ from autopar.report.model_advice_text import model_advice_text, planned_values
 from autopar.values.cluster import load_cluster
 from autopar.values.domains import MOST_DEVICES, POSITIVE, Domain, checked_number
 from autopar.values.plan_file import load_plan
+from autopar.values.train_config import NUM_STATES
 from autopar.values.whole_file import write_whole
 
 COMPARE = "What it is compared with"
@@ -30,6 +29,8 @@ KINDS = tuple(READERS)
 AMOUNT = Domain(whole=False, least=0, most=1e18, excluded=(0,))
 SHOWN = Domain(least=1, most=1000)
 GPUS = Domain(least=1, most=MOST_DEVICES)
+UNREAD = 8
+"""Keys of a user's file that are named, of those on which no price depends."""
 
 
 def advise(
@@ -43,7 +44,9 @@ def advise(
     ],
     global_batch: Annotated[int, option(WHAT, help="samples a step over all devices")],
     seq: Annotated[int | None, option(WHAT, help="tokens a sample; needed for a transformer by its name")] = None,
-    precision: Annotated[str, option(WHAT, help="bf16, fp16, fp32, fp8 or fp8-rowwise")] = "bf16",
+    precision: Annotated[
+        str, option(WHAT, help="bf16, fp16, fp32, or fp8 for megatron; plan calls the first bf16-mixed")
+    ] = "bf16",
     optimizer: Annotated[str, option(WHAT, help="adamw, adam, sgd-momentum or sgd")] = "adamw",
     set_: Set = None,
     config: Annotated[
@@ -78,7 +81,8 @@ def advise(
     for name, (needed, present) in needs.items():
         if amounts[name] is not None and present is None:
             raise ArgumentError(f"{name} needs {needed}")
-    states = _states(optimizer)
+    if optimizer not in NUM_STATES:
+        raise ArgumentError(f"--optimizer {optimizer} is not one of {', '.join(NUM_STATES)}")
     machine = load_cluster(cluster)
     planned = None if plan is None else load_plan(plan)
     if planned is not None and planned.world != machine.num_devices:
@@ -103,7 +107,7 @@ def advise(
                 global_batch=global_batch,
                 seq=seq,
                 precision=precision,
-                optimizer_states=states,
+                optimizer_states=NUM_STATES[optimizer],
             )
             shown = _transformer(chosen, job, config, top, out, answer)
             if gpus is not None:
@@ -126,7 +130,7 @@ def _transformer(
     chosen: Framework, job: TransformerJob, config: str | None, top: int, out: Path | None, answer: dict[str, Any]
 ) -> list[Any]:
     """What is printed of a model with formulas; `answer` gets the same as plain values."""
-    own = None if config is None else _own(chosen, config, job)
+    own, unread = (None, ()) if config is None else read_own(chosen, *_given(config), job.site)
     advice = make_advice(chosen, job, own=own, where=f"--config {config}", count=top)
     best = advice.ranking.best[0] if advice.ranking.best else None
     written = () if best is None else chosen.write(job.site, best.config, best.sharding)
@@ -137,23 +141,14 @@ def _transformer(
         does_not_fit=[settings_of(each) for each in advice.ranking.too_large],
         yours=None if advice.own is None else settings_of(advice.own),
         without_limits=None if advice.unlimited is None else settings_of(advice.unlimited),
+        unread=list(unread),
         written={one.name: one.text for one in written},
     )
-    return [advice_text(advice, written)]
-
-
-def _own(chosen: Framework, config: str, job: TransformerJob) -> Fields:
-    """The user's own configuration: words mean the same for every framework, a file is the framework's."""
-    text, name = _given(config)
-    if name == "--config":
-        return read_words(flat_keys(text, name), name, job.site)
-    own = chosen.read(text, name, job.site)
-    tables = ("json", "yaml", "yml", "toml")
-    if name.rsplit(".", 1)[-1] not in tables and own == chosen.read("--nothing 1", name, job.site):
-        raise ArgumentError(
-            f"{name} has no option that {chosen.title} knows; give its own file, or words as tp=2,mbs=1"
-        )
-    return own
+    shown: list[Any] = [advice_text(advice, written)]
+    if unread:
+        more = "" if len(unread) <= UNREAD else f" and {len(unread) - UNREAD} more"
+        shown.insert(0, f"no price depends on {', '.join(unread[:UNREAD])}{more} of {config}")
+    return shown
 
 
 def _own_model(
@@ -171,9 +166,9 @@ def _own_model(
     from autopar.api.advised import advise_model
     from autopar.models import load_model
 
-    storage = {"bf16": "bf16-mixed", "fp32": "fp32"}.get(precision)
-    if storage is None:
+    if precision not in ("bf16", "fp32"):
         raise ArgumentError(f"--precision {precision} is for transformers with formulas; give bf16 or fp32")
+    storage = "bf16-mixed" if precision == "bf16" else precision
     tell("building the model")
     loaded = load_model(**source, precision=storage)
     advice = advise_model(
@@ -203,7 +198,7 @@ def _write(written: Sequence[ConfigFile], out: Path | None) -> None:
         return
     out.mkdir(parents=True, exist_ok=True)
     for one in written:
-        write_whole(out / one.name.replace(" ", "-").replace("'", ""), one.text.encode())
+        write_whole(out / one.name, one.text.encode())
 
 
 def _choice(compared: Any, deadline: float | None, budget: float | None) -> list[str]:
@@ -224,13 +219,6 @@ def _choice(compared: Any, deadline: float | None, budget: float | None) -> list
     return lines
 
 
-def _states(optimizer: str) -> int:
-    states = {"adamw": 2, "adam": 2, "sgd-momentum": 1, "sgd": 0}
-    if optimizer not in states:
-        raise ArgumentError(f"--optimizer {optimizer} is not one of {', '.join(states)}")
-    return states[optimizer]
-
-
 def _counts(text: str) -> list[int]:
     counts = []
     for part in text.split(","):
@@ -242,12 +230,13 @@ def _counts(text: str) -> list[int]:
 
 
 def _given(config: str) -> tuple[str, str]:
-    """The text of a configuration and its name: of a file, or the words themselves."""
+    """The text of a configuration and the name of its file, "" for words."""
     path = Path(config)
     if not path.is_file():
         if "=" in config and "/" not in config:
-            return config, "--config"
-        raise ArgumentError(f"--config {config} is no file, nor words as tp=2,mbs=1")
+            return config, ""
+        what = "a folder; give the file in it" if path.is_dir() else "no file, nor words as tp=2,mbs=1"
+        raise ArgumentError(f"--config {config} is {what}")
     try:
         return path.read_text(encoding="utf-8"), path.name
     except (OSError, UnicodeDecodeError) as error:

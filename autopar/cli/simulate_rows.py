@@ -83,8 +83,10 @@ def has_shape(model: str) -> bool:
     """Whether the formulas of transformers know this model: a name, or a config.json of a known kind.
 
     Raises:
-        ArgumentError: if there is no such config.json.
+        ArgumentError: if there is no such config.json, or a Python file has no function.
     """
+    if model.endswith(".py"):
+        raise ArgumentError(f"{model} needs the function that makes the model: {model}:function")
     if not model.startswith("hf:"):
         return ":" not in model
     return _config_of(model.removeprefix("hf:"))[0].get("model_type") in READERS

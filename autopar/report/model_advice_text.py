@@ -20,7 +20,10 @@ def model_advice_text(
     cluster = advice.site.cluster
     memory = cluster.device.memory_bytes / 1e9
     parts: list[RenderableType] = [
-        Text(f"{advice.site.model}   {cluster.num_devices} {cluster.device.name}   batch {global_batch}"),
+        Text(
+            f"{advice.site.model}   {cluster.num_devices} {cluster.device.name}   batch {global_batch}   "
+            f"{advice.precision}"
+        ),
         Text(""),
     ]
     if advice.best:
@@ -41,6 +44,13 @@ def model_advice_text(
                 table.add_row(_words(row), seconds_text(row.seconds), f"{row.nbytes / 1e9:.1f}")
             parts.append(table)
     parts += [Text(f"left out: {reason}") for reason in advice.left_out]
+    if not advice.site.layer_path:
+        parts.append(
+            Text(
+                "the model has no list of layers of one class: no part is wrapped or recomputed by itself, and FSDP "
+                "gathers all of it at once"
+            )
+        )
     parts.append(Text("each is priced as a plan; without these limits: autopar plan MODEL --cluster C --mesh auto"))
     return Group(*parts, *paste(written))
 

@@ -3,13 +3,23 @@
 Keys are those of accelerate 1.15: commands/config/config_args.py, utils/dataclasses.py, parallelism_config.py.
 """
 
-from autopar.advice.config_file import flat_keys, truth, whole
-from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Sharding, Site
-from autopar.advice.frameworks.fsdp2 import DDP, EAGER, EAGER_SOURCE, FSDP, HYBRID, KEPT
+from autopar.advice.config_file import Keys
+from autopar.advice.framework import ConfigFile, Fields, Framework, Sharding, Site
+from autopar.advice.frameworks.fsdp2 import (
+    DDP,
+    EAGER,
+    EAGER_SOURCE,
+    FSDP,
+    HUGGING_FACE,
+    POLICIES,
+    SWITCH,
+    policy_fields,
+)
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.errors import ArgumentError
 
-DEGREES = {"tp": "tp", "cp": "cp"}
+KINDS = {kind: kind for kind in ("FSDP", "MULTI_GPU", "DEEPSPEED")} | {"NO": "MULTI_GPU"}
+PRECISIONS = {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16"}  # YAML reads a bare no as false
 
 
 def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
@@ -18,7 +28,7 @@ def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[Confi
         "compute_environment: LOCAL_MACHINE",
         "debug: false",
         f"distributed_type: {'FSDP' if config.zero else 'MULTI_GPU'}",
-        f"mixed_precision: '{'no' if config.precision == 'fp32' else config.precision.partition('-')[0]}'",
+        f"mixed_precision: '{'no' if config.precision == 'fp32' else config.precision}'",
         f"num_machines: {site.nodes}",
         f"num_processes: {config.num_devices}",
         "machine_rank: 0",
@@ -36,6 +46,7 @@ def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[Confi
             f"  fsdp_reshard_after_forward: {str(not config.keep_gathered).lower()}",
             "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
             f"  fsdp_activation_checkpointing: {str(config.recompute == 'full').lower()}",
+            *([f"  fsdp_transformer_layer_cls_to_wrap: {site.layer_class}"] if site.layer_class else []),
             "  fsdp_state_dict_type: SHARDED_STATE_DICT",
             "  fsdp_cpu_ram_efficient_loading: true",
             f"  fsdp_offload_params: {str(config.offload == 'all').lower()}",
@@ -56,35 +67,38 @@ def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[Confi
         f"  # global batch {config.global_batch}\n"
     )
     if config.recompute == "full" and not config.zero:
-        loop += "model.gradient_checkpointing_enable()\n"
+        loop += SWITCH
     return (
         ConfigFile(name="accelerate.yaml", text="\n".join(lines) + "\n", language="yaml"),
-        ConfigFile(name="in the script", text=loop, language="python"),
+        ConfigFile(name="script.py", text=loop, language="python"),
     )
 
 
-def read(text: str, name: str, site: Site) -> Fields:
-    """Degrees and policy of a config file; sizes of batches are the script's, so they are not in it."""
-    keys = flat_keys(text, name)
-    kind = str(keys.get("distributed_type", "MULTI_GPU"))
+def read(keys: Keys, site: Site) -> Fields:
+    """Degrees, policy and precision of a config file; sizes of batches are the script's, so they are not in it."""
+    kind = keys.choice("distributed_type", KINDS, "MULTI_GPU")
     if kind == "DEEPSPEED":
-        raise ArgumentError(f"{name} starts DeepSpeed; give --for deepspeed and its JSON file")
-    found: dict[str, object] = {"zero": 3 if kind == "FSDP" else 0}
+        raise ArgumentError(f"{keys.name} starts DeepSpeed; give --for deepspeed and its JSON file")
+    reshard = keys.choice("fsdp_config.fsdp_reshard_after_forward", POLICIES, FSDP)
+    strategy = keys.choice("fsdp_config.fsdp_sharding_strategy", POLICIES, reshard)
+    found = policy_fields(strategy if kind == "FSDP" else DDP, site)
     sizes = {
-        key: whole(keys, f"parallelism_config.parallelism_config_{key}_size", name)
-        for key in ("dp_replicate", "dp_shard", "tp", "cp")
+        name: keys.whole(f"parallelism_config.parallelism_config_{name}_size")
+        for name in ("dp_replicate", "dp_shard", "tp", "cp")
     }
-    for key in DEGREES:
-        found[key] = sizes[key] or 1
-    found["replicate"] = sizes["dp_replicate"] or 1
-    found["dp"] = site.cluster.num_devices // (int(str(found["tp"])) * int(str(found["cp"])))
-    reshard = str(keys.get("fsdp_config.fsdp_reshard_after_forward", "true")).lower()
-    found["keep_gathered"] = kind == "FSDP" and reshard in ("false", "shard_grad_op")
-    if str(keys.get("fsdp_config.fsdp_sharding_strategy", "")).upper() in ("2", "SHARD_GRAD_OP"):
-        found["keep_gathered"] = True
-    found["offload"] = "all" if truth(keys, "fsdp_config.fsdp_offload_params") else "none"
-    found["recompute"] = "full" if truth(keys, "fsdp_config.fsdp_activation_checkpointing") else "none"
-    return found
+    if sizes["dp_replicate"] is not None:
+        found["replicate"] = sizes["dp_replicate"]
+    tp, cp = sizes["tp"] or 1, sizes["cp"] or 1
+    offload = keys.truth("fsdp_config.fsdp_offload_params")
+    recompute = keys.truth("fsdp_config.fsdp_activation_checkpointing")
+    return found | {
+        "tp": tp,
+        "cp": cp,
+        "dp": site.data_ranks(tp, cp),
+        "offload": "all" if offload else "none",
+        "recompute": "full" if recompute else "none",
+        "precision": keys.choice("mixed_precision", PRECISIONS, "fp32"),
+    }
 
 
 ACCELERATE = Framework(
@@ -92,12 +106,7 @@ ACCELERATE = Framework(
     title="Accelerate 1.15",
     habits={**EAGER, "main_grads": False},
     sources=f"{EAGER_SOURCE}; its mixed precision reduces in bf16 (utils/dataclasses.py)",
-    space=FrameworkSpace(
-        shardings=(FSDP, KEPT, HYBRID, DDP),
-        recompute=("none", "full"),
-        offload=("none", "all"),
-        context=True,
-    ),
+    space=HUGGING_FACE,
     write=write,
     read=read,
 )

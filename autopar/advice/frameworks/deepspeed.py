@@ -5,10 +5,13 @@ Keys are those of DeepSpeed 0.19 (runtime/config.py, runtime/zero/config.py, run
 
 import json
 
-from autopar.advice.config_file import flat_keys, whole
+from autopar.advice.config_file import Keys
 from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Sharding, Site
-from autopar.advice.frameworks.fsdp2 import EAGER, EAGER_SOURCE
+from autopar.advice.frameworks.fsdp2 import EAGER, EAGER_SOURCE, SWITCH
 from autopar.cost_models.training_config import TrainingConfig
+from autopar.errors import BatchError
+
+HOST = {"none": False, "cpu": True}
 
 
 def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
@@ -35,32 +38,39 @@ def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[Confi
         table["tensor_parallel"] = {"autotp_size": config.tp}
     found = [ConfigFile(name="ds_config.json", text=json.dumps(table, indent=2) + "\n", language="json")]
     if config.recompute == "full":
-        text = "model.gradient_checkpointing_enable()\n"
-        found.append(ConfigFile(name="in the script", text=text, language="python"))
+        found.append(ConfigFile(name="script.py", text=SWITCH, language="python"))
     return tuple(found)
 
 
-def read(text: str, name: str, site: Site) -> Fields:
-    """ZeRO's stage, batch and tensor parallel ranks of a JSON file."""
-    keys = flat_keys(text, name)
-    tp = whole(keys, "tensor_parallel.autotp_size", name) or 1
-    dp = site.cluster.num_devices // max(tp, 1)
-    size = whole(keys, "train_micro_batch_size_per_gpu", name)
-    parts = whole(keys, "gradient_accumulation_steps", name)
-    batch = whole(keys, "train_batch_size", name)
+def read(keys: Keys, site: Site) -> Fields:
+    """ZeRO's stage, what the host holds, batch, tensor parallel ranks and precision of a JSON file."""
+    tp = keys.whole("tensor_parallel.autotp_size") or 1
+    dp = site.data_ranks(tp)
+    size = keys.whole("train_micro_batch_size_per_gpu")
+    parts = keys.whole("gradient_accumulation_steps")
+    batch = keys.whole("train_batch_size")
     # any two of the three give the third (runtime/config.py, _set_batch_related_parameters)
     if size is None:
-        size = batch // dp // (parts or 1) if batch else 1
+        size = max(batch // (dp * (parts or 1)), 1) if batch else 1
     if batch is None:
         batch = size * dp * (parts or 1)
-    devices = [keys.get(f"zero_optimization.{part}.device") for part in ("offload_param", "offload_optimizer")]
+    if parts is not None and batch != size * dp * parts:
+        raise BatchError(
+            f"{keys.name}: train_batch_size is {batch}, but {dp} data-parallel ranks with {parts} micro-batches "
+            f"of {size} make {dp * parts * size}"
+        )
+    states, params = (
+        keys.choice(f"zero_optimization.offload_{part}.device", HOST, False) for part in ("optimizer", "param")
+    )
+    precisions = [name for name in ("bf16", "fp16") if keys.truth(f"{name}.enabled")]
     return {
-        "offload": "all" if devices[0] == "cpu" else "optimizer" if devices[1] == "cpu" else "none",
+        "offload": "all" if params else "optimizer" if states else "none",
         "tp": tp,
         "dp": dp,
-        "zero": whole(keys, "zero_optimization.stage", name) or 0,
+        "zero": keys.whole("zero_optimization.stage") or 0,
         "micro_batch": size,
         "global_batch": batch,
+        "precision": precisions[0] if precisions else "fp32",
     }
 
 

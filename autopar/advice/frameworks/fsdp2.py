@@ -1,6 +1,6 @@
 """What Hugging Face, Lightning and plain torch share: an eager model under FSDP2, HSDP or DDP."""
 
-from autopar.advice.framework import Sharding
+from autopar.advice.framework import FrameworkSpace, Sharding, Site
 
 FSDP = Sharding(name="FSDP", zero=3)
 KEPT = Sharding(name="FSDP, not resharded after forward", zero=3, keep_gathered=True)
@@ -17,3 +17,32 @@ EAGER = {
     "regather_inputs": False,
 }
 EAGER_SOURCE = "the modules of transformers and torch, read kernel by kernel (cost_models/layer_work.py); not fitted"
+
+HUGGING_FACE = FrameworkSpace(
+    shardings=(FSDP, KEPT, HYBRID, DDP),
+    recompute=("none", "full"),
+    offload=("none", "all"),
+    context=True,
+    tensor_needs_llama=True,
+)
+"""Of Accelerate and of the Trainer above it."""
+
+SWITCH = "model.gradient_checkpointing_enable()\n"
+"""How a model of transformers is told to recompute."""
+
+POLICIES = {
+    "true": FSDP, "full_shard": FSDP, "1": FSDP,
+    "false": KEPT, "shard_grad_op": KEPT, "2": KEPT,
+    "no_shard": DDP, "3": DDP,
+    "hybrid_shard": HYBRID, "4": HYBRID,
+}  # fmt: skip
+"""By FSDP2's `reshard_after_forward` and by FSDP1's strategies, their names or numbers. FSDP1 is priced as FSDP2."""
+
+
+def policy_fields(sharding: Sharding, site: Site) -> dict[str, object]:
+    """Fields of `TrainingConfig`; FSDP1's hybrid groups are nodes."""
+    return {
+        "zero": sharding.zero,
+        "keep_gathered": sharding.keep_gathered,
+        "replicate": site.nodes if sharding.hybrid else 1,
+    }

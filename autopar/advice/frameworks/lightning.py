@@ -3,10 +3,8 @@
 Names are those of lightning 2.6.
 """
 
-from autopar.advice.config_file import flat_keys
-from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Sharding, Site
+from autopar.advice.framework import ConfigFile, Framework, FrameworkSpace, Sharding, Site
 from autopar.advice.frameworks.fsdp2 import DDP, EAGER, EAGER_SOURCE
-from autopar.advice.words import read_words
 from autopar.cost_models.training_config import TrainingConfig
 
 STRATEGIES = {(3, False, False): "FULL_SHARD", (3, True, False): "SHARD_GRAD_OP", (3, False, True): "HYBRID_SHARD"}
@@ -14,11 +12,11 @@ STRATEGIES = {(3, False, False): "FULL_SHARD", (3, True, False): "SHARD_GRAD_OP"
 
 def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
     """The strategy and the `Trainer`, and what a module's `configure_model` does for tensor parallel ranks."""
-    precision = {"fp32": "32-true", "fp16": "16-mixed"}.get(config.precision, "bf16-mixed")
+    precision = {"fp32": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}[config.precision]
     imports, note = ["import lightning as L"], ""
     if config.zero == 0:
         imports.append("from lightning.pytorch.strategies import DDPStrategy")
-        strategy = "DDPStrategy(static_graph=True)"
+        strategy = "DDPStrategy()"
         if config.recompute == "full":
             note = "# the module calls self.model.gradient_checkpointing_enable()\n"
     elif config.tp > 1:
@@ -32,7 +30,7 @@ def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[Confi
         mesh = f", device_mesh=({config.replicate}, {config.dp // config.replicate})" if config.replicate > 1 else ""
         layers = ", activation_checkpointing_policy=LAYERS" if config.recompute == "full" else ""
         strategy = f'FSDPStrategy(auto_wrap_policy=LAYERS, sharding_strategy="{kind}"{mesh}{layers})'
-        note = "LAYERS = {DecoderLayer}  # the class of the model's layers\n"
+        note = f"LAYERS = {{{site.layer_class or 'DecoderLayer'}}}  # the class of the model's layers, imported\n"
     lines = [
         *imports,
         "",
@@ -49,11 +47,6 @@ def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[Confi
     return (ConfigFile(name="trainer.py", text=code, language="python"),)
 
 
-def read(text: str, name: str, site: Site) -> Fields:
-    """Words: `zero=3, mbs=1, recompute=full`; Python is not run."""
-    return read_words(flat_keys(text, name), name, site)
-
-
 LIGHTNING = Framework(
     name="lightning",
     title="Lightning 2.6",
@@ -67,7 +60,8 @@ LIGHTNING = Framework(
             DDP,
         ),
         recompute=("none", "full"),
+        tensor_needs_llama=True,
     ),
     write=write,
-    read=read,
+    read=None,
 )

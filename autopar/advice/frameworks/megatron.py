@@ -3,7 +3,7 @@
 Flags are those of megatron/training/arguments.py (Megatron-LM core_v0.12 and newer).
 """
 
-from autopar.advice.config_file import flat_keys, truth, whole
+from autopar.advice.config_file import Keys
 from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Sharding, Site
 from autopar.cost_models.training_config import TrainingConfig
 
@@ -17,6 +17,7 @@ DEGREES = {
     "global-batch-size": "global_batch",
     "seq-length": "seq",
 }
+GRANULARITY = {kind: kind for kind in ("selective", "full")}
 VIRTUAL = "num-layers-per-virtual-pipeline-stage"
 
 
@@ -46,28 +47,30 @@ def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[Confi
         config.precision, ["--bf16"]
     )
     first = f"torchrun --nnodes {site.nodes} --nproc-per-node {site.devices_per_node} pretrain_gpt.py"
-    return (ConfigFile(name="Megatron-LM's arguments", text=" \\\n  ".join([first, *flags]), language="bash"),)
+    return (ConfigFile(name="megatron.sh", text=" \\\n  ".join([first, *flags]), language="bash"),)
 
 
-def read(text: str, name: str, site: Site) -> Fields:
-    """Degrees, batch, recompute and optimizer of a script's flags (or the same keys as YAML, JSON or TOML)."""
-    keys = {key.replace("_", "-"): value for key, value in flat_keys(text, name).items()}
-    found: dict[str, object] = {field: n for key, field in DEGREES.items() if (n := whole(keys, key, name)) is not None}
-    tp, pp, cp = (int(str(found.get(degree, 1))) for degree in ("tp", "pp", "cp"))
-    found["dp"] = site.cluster.num_devices // (tp * pp * cp)
-    found["sequence_parallel"] = truth(keys, "sequence-parallel") or False
-    found["zero"] = 1 if truth(keys, "use-distributed-optimizer") else 0
-    found["overlap_data"] = truth(keys, "overlap-grad-reduce") or False
-    found["overlap_tensor"] = "all" if truth(keys, "tp-comm-overlap") else "backward"
-    granularity = keys.get("recompute-granularity")
-    found["recompute"] = str(granularity) if granularity in ("full", "selective") else "none"
-    if truth(keys, "recompute-activations"):
-        found["recompute"] = "selective"
-    layers = whole(keys, VIRTUAL, name)
-    chunks = whole(keys, "num-virtual-stages-per-pipeline-rank", name)
+def read(keys: Keys, site: Site) -> Fields:
+    """Degrees, batch, recompute, optimizer and precision of a script's flags (or the same keys as YAML, JSON or
+    TOML)."""
+    found: dict[str, object] = {field: n for key, field in DEGREES.items() if (n := keys.whole(key)) is not None}
+    tp, pp, cp = (keys.whole(f"{axis}-parallel-size") or 1 for axis in ("tensor-model", "pipeline-model", "context"))
+    selective = keys.truth("recompute-activations")
+    layers, chunks = keys.whole(VIRTUAL), keys.whole("num-virtual-stages-per-pipeline-rank")
     if pp > 1:
-        found["virtual_stages"] = chunks or (site.layers // pp // layers if layers else 1)
-    return found
+        found["virtual_stages"] = chunks or (max(site.layers // pp // layers, 1) if layers else 1)
+    precisions = [name for name in ("fp16", "bf16") if keys.truth(name)]
+    if keys.value("fp8-format") is not None:
+        precisions = ["fp8"]
+    return found | {
+        "dp": site.data_ranks(tp, pp, cp),
+        "sequence_parallel": keys.truth("sequence-parallel"),
+        "zero": 1 if keys.truth("use-distributed-optimizer") else 0,
+        "overlap_data": keys.truth("overlap-grad-reduce"),
+        "overlap_tensor": "all" if keys.truth("tp-comm-overlap") else "backward",
+        "recompute": keys.choice("recompute-granularity", GRANULARITY, "selective" if selective else "none"),
+        "precision": precisions[0] if precisions else "fp32",
+    }
 
 
 MEGATRON = Framework(
@@ -88,6 +91,7 @@ MEGATRON = Framework(
         sequence_parallel=True,
         even_layers=True,
         repeats_keys=True,
+        precisions=("bf16", "fp16", "fp32", "fp8"),
     ),
     write=write,
     read=read,

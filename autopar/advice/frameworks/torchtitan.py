@@ -4,13 +4,18 @@ Keys are those of its config dataclasses (torchtitan 0.3.0, torchtitan/config/co
 earlier releases had too.
 """
 
-from autopar.advice.config_file import flat_keys, truth, whole
+from autopar.advice.config_file import Keys
 from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Sharding, Site
-from autopar.cost_models.training_config import TrainingConfig
+from autopar.cost_models.training_config import TRUTH, TrainingConfig
 
 HABITS = {"overlap_data": True, "fusion": "norm", "in_place_loss": False}
 SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "zbv": "ZBVZeroBubble"}
 RECOMPUTE = {"none": "none", "op": "selective", "full": "full"}
+MODES = {text: kind for kind, text in RECOMPUTE.items()}
+EVERY = {"op": "op", "1": "full", "2": "alternate"}
+STAGED = {text: (kind, 1) for kind, text in SCHEDULES.items()} | {"Interleaved1F1B": ("1f1b", 2)}
+RESHARD = {"never": True, "default": False, "always": False}
+PRECISIONS = {"bfloat16": "bf16", "float32": "fp32"}
 MODELS = {"llama-3-8b": "llama3_8b", "llama-3-70b": "llama3_70b", "llama-3.1-405b": "llama3_405b"}
 """Functions of torchtitan/models/llama3/config_registry.py by our name of the model."""
 DEGREES = {
@@ -51,47 +56,42 @@ def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[Confi
         f"torchrun --nnodes {site.nodes} --nproc-per-node {site.devices_per_node} -m torchtitan.train "
         f"--module {'llama3' if site.model in MODELS else 'MODULE'} --config {MODELS.get(site.model, 'CONFIG')}"
     )
-    return (ConfigFile(name="torchtitan's command line", text=" \\\n  ".join([first, *lines]), language="bash"),)
+    return (ConfigFile(name="torchtitan.sh", text=" \\\n  ".join([first, *lines]), language="bash"),)
 
 
-def read(text: str, name: str, site: Site) -> Fields:
-    """Degrees, batch, recompute and schedule of torchtitan's flags or TOML."""
-    keys = flat_keys(text, name)
-    found: dict[str, object] = {field: n for key, field in DEGREES.items() if (n := whole(keys, key, name)) is not None}
-    replicate = whole(keys, "parallelism.data_parallel_replicate_degree", name) or 1
-    sharded = whole(keys, "parallelism.data_parallel_shard_degree", name)
-    tp, pp, cp = (int(str(found.get(degree, 1))) for degree in ("tp", "pp", "cp"))
-    dp = site.cluster.num_devices // (tp * pp * cp) if sharded in (None, -1) else int(str(sharded)) * replicate
+def read(keys: Keys, site: Site) -> Fields:
+    """Degrees, batch, recompute, schedule and precision of torchtitan's flags or TOML."""
+    found: dict[str, object] = {field: n for key, field in DEGREES.items() if (n := keys.whole(key)) is not None}
+    tp, pp, cp = (keys.whole(f"parallelism.{axis}_parallel_degree") or 1 for axis in ("tensor", "pipeline", "context"))
+    replicate = keys.whole("parallelism.data_parallel_replicate_degree") or 1
+    sharded = keys.whole("parallelism.data_parallel_shard_degree")
+    dp = site.data_ranks(tp, pp, cp) if sharded in (None, -1) else (sharded or 1) * replicate
     found |= {"dp": dp, "zero": 3, "replicate": replicate, "sequence_parallel": tp > 1}
     if dp == replicate > 1 and cp == 1:
         found |= {"zero": 0, "replicate": 1}
-    found["keep_gathered"] = keys.get("parallelism.fsdp_reshard_after_forward") == "never"
-    local = whole(keys, "training.local_batch_size", name) or whole(keys, "training.batch_size", name) or 8
-    given = whole(keys, "training.global_batch_size", name)
+    found["keep_gathered"] = keys.choice("parallelism.fsdp_reshard_after_forward", RESHARD, False)
+    local = keys.whole("training.local_batch_size") or keys.whole("training.batch_size") or 8
+    given = keys.whole("training.global_batch_size")
     found["global_batch"] = given if given and given > 0 else local * dp
-    size = whole(keys, "parallelism.pipeline_parallel_microbatch_size", name) or 1
-    found["micro_batch"] = size if pp > 1 else local
-    found["recompute"] = _recompute(keys)
-    found["offload"] = "all" if truth(keys, "training.enable_cpu_offload") else "none"
-    schedule = str(keys.get("parallelism.pipeline_parallel_schedule", "1F1B"))
+    size = keys.whole("parallelism.pipeline_parallel_microbatch_size") or 1
+    schedule, chunks = keys.choice("parallelism.pipeline_parallel_schedule", STAGED, ("1f1b", 1))
     if pp > 1:
-        known = {text.lower(): name for name, text in SCHEDULES.items()}
-        found["schedule"] = known.get(schedule.lower(), "1f1b")
-        found["virtual_stages"] = 2 if schedule.lower() == "interleaved1f1b" else 1
-    if truth(keys, "compile.enable") is False:
+        found |= {"schedule": schedule, "virtual_stages": chunks}
+    if not keys.choice("compile.enable", TRUTH, True):
         found["fusion"] = "none"
-    return found
+    return found | {
+        "micro_batch": size if pp > 1 else local,
+        "recompute": _recompute(keys),
+        "offload": "all" if keys.truth("training.enable_cpu_offload") else "none",
+        "precision": keys.choice("training.mixed_precision_param", PRECISIONS, "bf16"),
+    }
 
 
-def _recompute(keys: dict[str, object]) -> str:
+def _recompute(keys: Keys) -> str:
     """The subcommand of a command line, `activation_checkpoint.mode` of a TOML file; per-op without either."""
-    if (chosen := keys.get("activation-checkpoint")) is not None:
-        return {text: name for name, text in RECOMPUTE.items()}.get(str(chosen), "op")
-    mode = str(keys.get("activation_checkpoint.mode", "selective"))
-    every = str(keys.get("activation_checkpoint.selective_ac_option", "op"))
-    if mode != "selective":
-        return {"none": "none", "full": "full"}.get(mode, "op")
-    return "alternate" if every == "2" else "op"
+    mode = keys.choice("activation_checkpoint.mode", MODES, "op")
+    every = keys.choice("activation_checkpoint.selective_ac_option", EVERY, "op")
+    return keys.choice("activation-checkpoint", MODES, every if mode == "op" else mode)
 
 
 TORCHTITAN = Framework(
@@ -112,11 +112,10 @@ TORCHTITAN = Framework(
         context=True,
         expert=True,
         sequence_parallel=True,
+        precisions=("bf16",),
     ),
     write=write,
     read=read,
     own_models=True,
-    notes=(
-        "with torch.compile, without float8 unless --precision says so, and without asynchronous tensor parallelism",
-    ),
+    notes=("with torch.compile, in bf16 and not float8, without asynchronous tensor parallelism",),
 )

@@ -5,9 +5,9 @@ Names are those of transformers 5.23, training_args.py; arguments are written as
 
 import json
 
-from autopar.advice.config_file import flat_keys, truth, whole
-from autopar.advice.framework import ConfigFile, Fields, Framework, FrameworkSpace, Sharding, Site
-from autopar.advice.frameworks.fsdp2 import DDP, EAGER, EAGER_SOURCE, FSDP, HYBRID, KEPT
+from autopar.advice.config_file import Keys
+from autopar.advice.framework import ConfigFile, Fields, Framework, Sharding, Site
+from autopar.advice.frameworks.fsdp2 import DDP, EAGER, EAGER_SOURCE, FSDP, HUGGING_FACE, POLICIES, policy_fields
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.errors import ArgumentError
 
@@ -28,6 +28,7 @@ def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[Confi
             "reshard_after_forward": not config.keep_gathered,
             "activation_checkpointing": config.recompute == "full",
             "cpu_offload": config.offload == "all",
+            **({"transformer_layer_cls_to_wrap": [site.layer_class]} if site.layer_class else {}),
         }
     elif config.recompute == "full":
         arguments["gradient_checkpointing"] = True
@@ -50,36 +51,55 @@ def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[Confi
         )
     return (
         ConfigFile(name="training_arguments.json", text=json.dumps(arguments, indent=2) + "\n", language="json"),
-        ConfigFile(name="in the script", text=code, language="python"),
+        ConfigFile(name="script.py", text=code, language="python"),
         ConfigFile(
-            name="to start it",
+            name="start.sh",
             text=f"torchrun --nnodes {site.nodes} --nproc-per-node {site.devices_per_node} train.py\n",
             language="bash",
         ),
     )
 
 
-def read(text: str, name: str, site: Site) -> Fields:
-    """Batch, accumulation, policy and degrees of `TrainingArguments` as JSON, YAML or flags."""
-    keys = flat_keys(text, name)
-    if keys.get("deepspeed"):
-        raise ArgumentError(f"{name} trains with DeepSpeed; give --for deepspeed and its JSON file")
-    fsdp = str(keys.get("fsdp") or "")
-    sharded = bool(fsdp) and fsdp not in ("False", "[]")
-    found: dict[str, object] = {"zero": 3 if sharded else 0}
-    for degree in ("tp", "cp"):
-        found[degree] = whole(keys, f"parallelism_config.{degree}_size", name) or 1
-    found["replicate"] = whole(keys, "parallelism_config.dp_replicate_size", name) or 1
-    dp = site.cluster.num_devices // (int(str(found["tp"])) * int(str(found["cp"])))
-    found["dp"] = dp
-    reshard = truth(keys, "fsdp_config.reshard_after_forward")
-    found["keep_gathered"] = sharded and (reshard is False or "shard_grad_op" in fsdp)
-    found["micro_batch"] = size = whole(keys, "per_device_train_batch_size", name) or 8
-    found["global_batch"] = size * dp * (whole(keys, "gradient_accumulation_steps", name) or 1)
-    found["offload"] = "all" if truth(keys, "fsdp_config.cpu_offload") else "none"
-    names = ("gradient_checkpointing", "activation_checkpointing", "fsdp_config.activation_checkpointing")
-    found["recompute"] = "full" if any(truth(keys, key) for key in names) else "none"
-    return found
+def read(keys: Keys, site: Site) -> Fields:
+    """Batch, accumulation, policy, degrees and precision of `TrainingArguments` as JSON, YAML or flags."""
+    if keys.value("deepspeed"):
+        raise ArgumentError(f"{keys.name} trains with DeepSpeed; give --for deepspeed and its JSON file")
+    options = _options(keys)
+    sharding = next((POLICIES[word] for word in options if word in POLICIES), DDP)
+    if sharding is FSDP:
+        sharding = keys.choice("fsdp_config.reshard_after_forward", POLICIES, FSDP)
+    found = policy_fields(sharding, site)
+    sizes = {name: keys.whole(f"parallelism_config.{name}_size") for name in ("dp_replicate", "dp_shard", "tp", "cp")}
+    if sizes["dp_replicate"] is not None:
+        found["replicate"] = sizes["dp_replicate"]
+    tp, cp = sizes["tp"] or 1, sizes["cp"] or 1
+    dp = site.data_ranks(tp, cp)
+    size = keys.whole("per_device_train_batch_size") or 8
+    parts = keys.whole("gradient_accumulation_steps") or 1
+    recompute = [keys.truth(key) for key in ("gradient_checkpointing", "fsdp_config.activation_checkpointing")]
+    offload = keys.truth("fsdp_config.cpu_offload") or "offload" in options
+    precisions = [name for name in ("bf16", "fp16") if keys.truth(name)]
+    return found | {
+        "tp": tp,
+        "cp": cp,
+        "dp": dp,
+        "micro_batch": size,
+        "global_batch": size * dp * parts,
+        "offload": "all" if offload else "none",
+        "recompute": "full" if any(recompute) else "none",
+        "precision": precisions[0] if precisions else "fp32",
+    }
+
+
+def _options(keys: Keys) -> list[str]:
+    """Words of `fsdp`: true, or a policy of FSDP1 and what is beside it, as a list or in one text."""
+    value = keys.value("fsdp")
+    words = value if isinstance(value, list) else str("" if value in (None, False) else value).replace(",", " ").split()
+    words = [str(word).lower() for word in words]
+    for word in words:
+        if word not in {*POLICIES, "auto_wrap", "offload"}:
+            raise ArgumentError(f"{keys.name}: fsdp {word} is not priced here; what is: {', '.join(POLICIES)}")
+    return [word for word in words if word not in ("false", "0")]
 
 
 TRAINER = Framework(
@@ -87,12 +107,7 @@ TRAINER = Framework(
     title="transformers 5.23's Trainer",
     habits={**EAGER, "main_grads": False},
     sources=f"{EAGER_SOURCE}; reductions in bf16, as Accelerate's mixed precision has it",
-    space=FrameworkSpace(
-        shardings=(FSDP, KEPT, HYBRID, DDP),
-        recompute=("none", "full"),
-        offload=("none", "all"),
-        context=True,
-    ),
+    space=HUGGING_FACE,
     write=write,
     read=read,
 )
