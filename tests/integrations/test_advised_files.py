@@ -8,7 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from pathlib import Path
 
@@ -23,15 +23,25 @@ from autopar.values.cluster import load_cluster
 JOB = TransformerJob(shape=named_shape("llama-3-8b"), cluster=load_cluster("4x8xh100"), global_batch=64, seq=8192)
 
 
-def written(framework: Framework) -> list[tuple[ConfigFile, ...]]:
+def written(framework: Framework, job: TransformerJob = JOB) -> list[tuple[ConfigFile, ...]]:
     """One of each kind of configuration: policy, degrees above 1, recompute, schedule."""
     found = {}
-    for layout in layouts(framework, JOB):
+    for layout in layouts(framework, job):
         for size in micro_batches(layout):
-            for kind, offload in product(framework.space.recompute, offloads(framework, JOB, layout)):
+            for kind, offload in product(framework.space.recompute, offloads(framework, job, layout)):
                 c = replace(layout.config, micro_batch=size, recompute=kind, offload=offload)
-                key = (layout.sharding, c.tp > 1, c.pp > 1, c.cp > 1, kind, offload, c.virtual_stages > 1, c.schedule)
-                found.setdefault(key, framework.write(JOB.site, c, layout.sharding))
+                key = (
+                    layout.sharding,
+                    c.tp > 1,
+                    c.pp > 1,
+                    c.cp > 1,
+                    c.ep > 1,
+                    kind,
+                    offload,
+                    c.virtual_stages > 1,
+                    c.schedule,
+                )
+                found.setdefault(key, framework.write(job.site, c, layout.sharding))
     return list(found.values())
 
 
@@ -131,6 +141,47 @@ def test_torchtitan_parses_its_command_line() -> None:
         assert ranks * p.context_parallel_degree * p.pipeline_parallel_degree == 32
         assert read.training.local_batch_size % p.pipeline_parallel_microbatch_size == 0
 
+
+# 30 layers in 4 stages: the embedding and the loss count as a layer each
+EXPERTS = replace(JOB, shape=replace(JOB.shape, name="experts", layers=30, experts=8, experts_per_token=2))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("job", [JOB, EXPERTS], ids=["dense", "experts"])
+def test_megatron_makes_its_configs(job: TransformerJob) -> None:
+    """Of Megatron-LM only its core is a package: most of its arguments are fields of the core's configs, which check
+    them; what is left is named in `TRAINING`."""
+    core = pytest.importorskip("megatron.core.transformer", reason="pip install --no-deps megatron-core")
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    renamed = {"fp8_format": "fp8", "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size"}
+    exchange = {f.name for f in fields(DistributedDataParallelConfig)}
+    shape = job.shape
+    for (command,) in written(FRAMEWORKS["megatron"], job):
+        words = command.text.replace("\\\n", " ").partition("pretrain_gpt.py")[2].split("--")[1:]
+        flags = {key.replace("-", "_"): value for key, _, value in (word.strip().partition(" ") for word in words)}
+        given: dict[str, object] = {
+            renamed.get(key, key): int(value) if value.isdecimal() else value or True
+            for key, value in flags.items()
+            if key not in TRAINING
+        }
+        DistributedDataParallelConfig(**{key: given.pop(key) for key in exchange & given.keys()})
+        config = core.TransformerConfig(
+            num_layers=shape.layers,
+            hidden_size=shape.hidden,
+            num_attention_heads=shape.heads,
+            num_query_groups=shape.kv_heads,
+            add_bias_linear=shape.linear_bias,
+            num_moe_experts=shape.experts if shape.experts > 1 else None,
+            pipeline_dtype="bf16",
+            **given,
+        )
+        ranks = config.tensor_model_parallel_size * config.pipeline_model_parallel_size * config.context_parallel_size
+        parts, left = divmod(job.global_batch * ranks, int(flags["micro_batch_size"]) * job.cluster.num_devices)
+        assert not left and parts >= config.pipeline_model_parallel_size
+
+
+TRAINING = {"micro_batch_size", "global_batch_size", "seq_length"}
 
 TRAIN = """
 import sys
