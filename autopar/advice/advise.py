@@ -36,11 +36,15 @@ class Advice:
 class ClusterSize:
     """One number of GPUs. best: None where nothing fits, `reason` says why. days, cost: of all tokens, None without."""
 
-    num_devices: int
+    cluster: Cluster
     best: Priced | None
     reason: str
     days: float | None
     cost: float | None
+
+    @property
+    def num_devices(self) -> int:
+        return self.cluster.num_devices
 
 
 def advise(
@@ -145,7 +149,7 @@ def sizes(
             reason = str(error)
         days = tokens / best.time.tokens_per_second / DAY if tokens and best else None
         cost = days * 24 * count * price_per_hour if days is not None and price_per_hour is not None else None
-        found.append(ClusterSize(num_devices=count, best=best, reason=reason, days=days, cost=cost))
+        found.append(ClusterSize(cluster=own.cluster, best=best, reason=reason, days=days, cost=cost))
     return tuple(found)
 
 
@@ -189,7 +193,13 @@ def settings_of(priced: Priced) -> dict[str, Any]:
 
 def size_values(size: ClusterSize) -> dict[str, Any]:
     """One number of GPUs as plain values."""
-    found = {"gpus": size.num_devices, "days": size.days, "cost": size.cost, "reason": size.reason}
+    found: dict[str, Any] = {
+        "gpus": size.num_devices,
+        "cluster": str(size.cluster),
+        "days": size.days,
+        "cost": size.cost,
+        "reason": size.reason,
+    }
     return found | ({} if size.best is None else {"best": settings_of(size.best)})
 
 

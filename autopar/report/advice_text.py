@@ -54,8 +54,11 @@ def paste(written: Sequence[ConfigFile]) -> list[RenderableType]:
 
 
 def sizes_table(sizes: Sequence[ClusterSize], currency: str) -> Table:
-    """One line a number of GPUs."""
-    table = columns_of("how many GPUs", "configuration", "GPUs", "step", "MFU", "tokens/s", "days", currency, folded=1)
+    """One line a number of GPUs. currency: what the costs are in, as the price was given."""
+    largest = max((size.cluster for size in sizes), key=lambda cluster: cluster.num_devices)
+    links = ", up to ".join(f"{level.size} by {level.name}" for level in reversed(largest.levels))
+    title = f"how many {largest.device.name}, {links}"
+    table = columns_of(title, "configuration", "GPUs", "step", "MFU", "tokens/s", "days", currency, folded=1)
     for size in sizes:
         if size.best is None:
             table.add_row(size.reason, str(size.num_devices), "", "", "", "", "")
@@ -143,7 +146,8 @@ def _notes(advice: Advice) -> list[str]:
     framework = advice.ranking.framework
     efficiency = nominal_efficiency(advice.job.cluster.device)
     return [
-        f"priced by {efficiency.title}; {framework.title} as in: {framework.sources}",
+        f"speed of the devices: {efficiency.title}",
+        f"software of {framework.title}: {framework.sources}",
         "GB: allocated at the peak of the fullest rank, with context, communicators and the allocator's free pieces",
         *framework.notes,
     ]
