@@ -16,9 +16,12 @@ test: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 4 --dist worksteal
 
 # Installs the frameworks, some hundred MB, and trains under each; starts folders by mpirun and Slurm where Debian's
-# openmpi-bin, slurm-wlm and munge are installed. CI does not run it.
+# openmpi-bin, slurm-wlm and munge are installed. CI does not run it. What torchtitan and megatron-core require beside
+# their configs (a GPU's kernels, wandb) is left out; DeepSpeed is built against the torch that is here, without kernels.
 integrations: $(INSTALLED)
-	@$(PIP) install -c constraints.txt -e '.[integrations]'
+	@$(PIP) install -c constraints.txt -e '.[integrations]' tyro
+	@$(PIP) install --no-deps -c constraints.txt torchtitan megatron-core
+	@DS_BUILD_OPS=0 $(PIP) install --no-build-isolation -c constraints.txt deepspeed
 	@OMP_NUM_THREADS=1 AUTOPAR_INTEGRATIONS=1 $(BIN)/python -m pytest -q tests/integrations tests/test_launch.py
 
 # What installs: torch and transformers, old and new, each in an environment of its own. Up to 6 GB a torch.
