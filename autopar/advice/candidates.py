@@ -9,9 +9,9 @@ from autopar.cost_models.training_config import TrainingConfig
 from autopar.values.divisors import divisors
 
 MOST_MICRO_BATCH = 64
-"""Samples of a micro-batch, at most. Half and double change no choice of the 61 questions in docs/results/advice.md."""
+"""Samples of a micro-batch, at most. Half and double change no choice of the questions in docs/results/advice.md."""
 LEAST_CONTEXT = 1024
-"""Tokens of a context parallel rank, at least: a judgement, attention kernels of few tokens idle. Of the 61 questions in
+"""Tokens of a context parallel rank, at least: a judgement, attention kernels of few tokens idle. Of the questions in
 docs/results/advice.md half changes no choice, double two, by 1.5% and 2.3% of a step."""
 
 

@@ -28,12 +28,15 @@ class PlannedConfiguration:
 class ModelAdvice:
     """Configurations that fit, fastest first, and those that do not.
 
-    precision: of matrix products, as in `TrainingConfig`. left_out: policies that no plan prices, and why.
+    num_params: of the model. precision: of matrix products, as in `TrainingConfig`. has_switch: the model recomputes
+    where it is told to, by `gradient_checkpointing_enable()`. left_out: policies that no plan prices, and why.
     """
 
     framework: Framework
     site: Site
+    num_params: int
     precision: str
+    has_switch: bool
     best: tuple[PlannedConfiguration, ...]
     too_large: tuple[PlannedConfiguration, ...]
     left_out: tuple[str, ...]

@@ -111,7 +111,9 @@ def advise_model(
     return ModelAdvice(
         framework=framework,
         site=site,
+        num_params=sum(parameter.numel() for parameter in model.parameters()),
         precision=precision.removesuffix("-mixed"),
+        has_switch=hasattr(model, "gradient_checkpointing_enable"),
         best=tuple(sorted(best, key=lambda each: (each.seconds, each.nbytes))),
         too_large=tuple(sorted(too_large, key=lambda each: each.nbytes)),
         left_out=tuple(left_out),

@@ -21,8 +21,8 @@ def model_advice_text(
     memory = cluster.device.memory_bytes / 1e9
     parts: list[RenderableType] = [
         Text(
-            f"{advice.site.model}   {cluster.num_devices} {cluster.device.name}   batch {global_batch}   "
-            f"{advice.precision}"
+            f"{advice.site.model}   {advice.num_params:,} parameters   {cluster.num_devices} {cluster.device.name}   "
+            f"batch {global_batch}   {advice.precision}"
         ),
         Text(""),
     ]
@@ -51,6 +51,8 @@ def model_advice_text(
                 "gathers all of it at once"
             )
         )
+    if not advice.has_switch and any("gradient_checkpointing" in one.text for one in written):
+        parts.append(Text(f"{advice.site.model} has no gradient_checkpointing_enable(); what is pasted calls it"))
     parts.append(Text("each is priced as a plan; without these limits: autopar plan MODEL --cluster C --mesh auto"))
     return Group(*parts, *paste(written))
 
