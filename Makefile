@@ -15,13 +15,14 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 4 --dist worksteal
 
-# Installs the frameworks, some hundred MB, and trains under each; starts folders by mpirun and Slurm where Debian's
-# openmpi-bin, slurm-wlm and munge are installed. CI does not run it. What torchtitan and megatron-core require beside
-# their configs (a GPU's kernels, wandb) is left out; DeepSpeed is built against the torch that is here, without kernels.
+# Installs the frameworks, most of a GB, and trains under each; starts folders by mpirun and Slurm where Debian's
+# openmpi-bin, slurm-wlm and munge are installed. CI does not run it. torchtitan wants an spmd_types of its own and triton;
+# of Megatron-LM the core's configs are used; DeepSpeed is built against the torch that is here, without kernels.
 integrations: $(INSTALLED)
-	@$(PIP) install -c constraints.txt -e '.[integrations]' tyro
-	@$(PIP) install --no-deps -c constraints.txt torchtitan megatron-core
-	@DS_BUILD_OPS=0 $(PIP) install --no-build-isolation -c constraints.txt deepspeed
+	@$(PIP) install -c constraints.txt -e '.[integrations]'
+	@$(PIP) install torchtitan==0.3.0 triton
+	@$(PIP) install --no-deps megatron-core==0.16.1
+	@DS_BUILD_OPS=0 $(PIP) install --no-build-isolation deepspeed==0.19.8
 	@OMP_NUM_THREADS=1 AUTOPAR_INTEGRATIONS=1 $(BIN)/python -m pytest -q tests/integrations tests/test_launch.py
 
 # What installs: torch and transformers, old and new, each in an environment of its own. Up to 6 GB a torch.
