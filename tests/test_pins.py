@@ -14,6 +14,7 @@ import autopar
 from autopar.errors import ImpossiblePinError, PinError, PlanFileError, PlanMismatchError
 from autopar.lower.pinned import find_pinned, violations
 from autopar.lower.program import Program
+from autopar.report.plan_text import plan_text
 from autopar.search.costs.folding import fold_program
 from autopar.search.explanation.pin_costs import lifted_pins
 from autopar.search.known.baselines import make_baseline
@@ -93,6 +94,7 @@ def test_a_few_annotations_decide_nearly_everything() -> None:
     assert len(pinned.choices) < len(trained) / 5
     words = {op.name: plan.choices[op.name] for op in trained if op.rule.is_attention or op.module.endswith("act_fn")}
     assert {choice[1] for choice in words.values()} <= {"heads", "dim2"}, "attention and activation follow on model"
+    assert "*.[gu]*_proj: data=batch, model=columns" in plan_text(one_stage(plan), ()), "no markup"
     inside = [op for op in trained if op.module.startswith("model.layers")]
     assert all(plan.choices[op.name][0] in ("dim0", "batch") for op in inside), "everything follows on data"
 
@@ -148,6 +150,22 @@ def test_baselines_are_those_within_the_pins() -> None:
     assert broken(plan, program_of("llama")) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "pins", "blocks"),
+    [
+        ("ddp", {"model.layers.1": {"recompute": True}}, {"1"}),
+        ("fsdp:recompute=full", {"model.layers.1": {"recompute": False}}, {"0"}),
+    ],
+    ids=["again", "never"],
+)
+def test_named_configurations_run_again_what_pins_say(name: str, pins: dict[str, Any], blocks: set[str]) -> None:
+    program, config = program_of("llama"), TrainConfig(pins=pins_of(pins))
+    plan = make_baseline(name, captured_of("llama"), machine(), make_mesh((4,)), config)
+    modules = {op.name: op.module.rpartition("layers.")[2][:1] for op in program.ops}
+    assert {modules[op] for op in plan.recompute} == blocks and broken(plan, program) == []
+    assert {modules[tensor] for tensor in plan.remade if tensor in modules} <= blocks
+
+
 def test_micro_batches_keep_lifetimes() -> None:
     pins = pins_of({"*": {"lifetime": "microbatch"}, "*norm*": {"lifetime": "step"}})
     graph = small_llama(5, 8, 2)
@@ -189,6 +207,7 @@ def test_micro_batches_keep_lifetimes() -> None:
             "'forbid: fsdp': model.norm.weight cannot be stored and live so",
         ),
         ({"model.layers.0": {"recompute": True}, "forbid": ["recompute"]}, PinError, "contradicts"),
+        ({"lm_head": {"recompute": True}}, ImpossiblePinError, "nothing that it matches can be run again"),
     ],
     ids=lambda value: str(value)[:40],
 )

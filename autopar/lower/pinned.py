@@ -5,7 +5,7 @@ A placement is of the parameters that a pattern matches, else of inputs, else of
 on. What matches nothing, or is offered by nothing that it matches, is an error that names what is near.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import PinError
@@ -83,12 +83,17 @@ class PinnedProgram:
         return f"pin {self.texts[line]!r}"
 
 
+NOTHING_PINNED = PinnedProgram(texts=())
+
+
 def find_pinned(program: Program, pins: Pins) -> PinnedProgram:
     """What the pins decide of a whole model's program, found once.
 
     Raises:
         PinError: if a pattern matches nothing, or says what nothing that it matches offers.
     """
+    if not pins:
+        return NOTHING_PINNED
     key = "pinned", pins
     if key not in program.made:
         program.made[key] = _Finder(program, pins).run()
@@ -109,6 +114,7 @@ class _Finder:
         self.program, self.pins = program, pins
         self.words = factor_words(program)
         self.found = PinnedProgram(texts=pins.texts)
+        self.ops = {op.name: op for op in program.ops}
         self.lifted = pins.lifted if isinstance(pins, LiftedPins) else ()
         self.names = {spec.placeholder: spec.names for spec in program.captured.parameters}
         self.inputs = {spec.placeholder: (spec.path,) for spec in program.captured.inputs}
@@ -174,7 +180,7 @@ class _Finder:
             table[name] = line
 
     def _split(self, line: int, saying: Saying, matched: Matcher) -> None:
-        ops = [self.program.ops[self._position(name)] for name in self._some(line, matched.ops, "call")]
+        ops = [self.ops[name] for name in self._some(line, matched.ops, "call")]
         is_asked = False
         for op in ops:
             allowed = self._offered(op, saying.words)
@@ -201,16 +207,6 @@ class _Finder:
         plain = {word for word in words if word in ALWAYS_OFFERED}
         return found | {name for name in op.choices if word_of(op, name, self.words) in plain}
 
-    def _position(self, name: str) -> int:
-        position = self.program.tensors[name].producer if name in self.program.tensors else None
-        return self._positions()[name] if position is None else position
-
-    def _positions(self) -> Mapping[str, int]:
-        if "positions of ops" not in self.program.made:
-            self.program.made["positions of ops"] = {op.name: op.position for op in self.program.ops}
-        found: Mapping[str, int] = self.program.made["positions of ops"]
-        return found
-
     def _place(self, line: int, on: str, placements: list[Placement], matched: Matcher) -> None:
         if matched.parameters or matched.inputs:
             held = matched.parameters or matched.inputs
@@ -226,7 +222,7 @@ class _Finder:
                 self._add(table, name, Allowance(line=line, on=on, allowed=frozenset({*placements, *whole})))
             return
         for name in self._some(line, matched.outputs, "parameter, input or result"):
-            op = self.program.ops[self._position(name)]
+            op = self.ops[name]
             grad = op.result_grads[0]
             wanted = {_plain(p, grad) for p in placements}
             allowed = frozenset(n for n, choice in op.choices.items() if _plain(choice.results[0], grad) in wanted)
@@ -304,7 +300,7 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def violations(pinned: PinnedProgram, plans: Iterable[StagePlan]) -> Iterator[str]:
+def violations(pinned: PinnedProgram, plans: Sequence[StagePlan]) -> Iterator[str]:
     """What plans of the program's stages decide otherwise than pins say, in words."""
     for plan in plans:
         held = {name: layout.axes for name, layout in plan.layouts.items()}
@@ -321,8 +317,11 @@ def violations(pinned: PinnedProgram, plans: Iterable[StagePlan]) -> Iterator[st
             for one in decisions if lived is not None else ():
                 if not lives_as_pinned(lived or "", one.allowed, plan.microbatches):
                     yield f"{pinned.said(one.line)}: a copy of {name} lives for {lived!r}"
-        for name in sorted(plan.recompute & {*pinned.keeps}):
+        for name in sorted((plan.recompute | plan.remade.keys()) & pinned.keeps.keys()):
             yield f"{pinned.said(pinned.keeps[name])}: {name} is run again"
+    done = {pinned.again[name] for plan in plans for name in plan.recompute & pinned.again.keys()}
+    for line in sorted({*pinned.again.values()} - done):
+        yield f"{pinned.said(line)}: nothing that it matches is run again"
 
 
 def lives_as_pinned(lifetime: str, allowed: frozenset[Word], microbatches: int) -> bool:

@@ -23,9 +23,9 @@ from autopar.search.fitting import does_not_fit
 from autopar.search.graph.build import Builder, build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.extract import extract
+from autopar.search.graph.first_builder import first_builder
 from autopar.search.graph.moments import Counting, Share
 from autopar.search.graph.options import Restriction
-from autopar.search.graph.pinned import asks_for_recompute
 from autopar.search.graph.problem import Problem
 from autopar.search.graph.strategy_graph import Ints, Solution, usage
 from autopar.search.search_options import LATER, SearchAim, SearchOptions
@@ -137,8 +137,7 @@ class _Search:
 
     @property
     def first(self) -> type[Builder]:
-        """Without recompute, which only adds seconds, but where pins ask for it."""
-        return RecomputeBuilder if asks_for_recompute(self.program, self.pricer) else Builder
+        return first_builder(self.program, self.pricer)
 
     def check_cutoff(self) -> None:
         """Raises InfeasibleError or CutoffError where relaxations show that no plan fits, or is below the cutoff."""
@@ -263,7 +262,7 @@ def make_problem(
     seconds: float | None = None,
 ) -> Problem:
     """The strategy graph; with recomputed options where the fastest plan that keeps everything does not fit."""
-    first = RecomputeBuilder if asks_for_recompute(program, pricer) else Builder
+    first = first_builder(program, pricer)
     problem = build(program, pricer, limit=limit, restriction=restriction, builder=first)
     graph = problem.graph
     try:

@@ -32,6 +32,7 @@ from autopar.search.costs.work_bound import work_seconds
 from autopar.search.exact.ilp import CutoffError, solve
 from autopar.search.graph.build import build
 from autopar.search.graph.extract import extract
+from autopar.search.graph.first_builder import first_builder
 from autopar.search.graph.options import Restriction
 from autopar.search.known.baselines import BASELINES, memory_limit
 from autopar.search.planner import compare, plan_program
@@ -174,7 +175,8 @@ def _copies_on(program: Program, pricer: Pricer, axes: tuple[int, ...], options:
         storage=lambda tensor, storage: not any(isinstance(place, Shard) for place in storage.axes),
     )
     try:
-        problem = build(program, together, limit=None, fold=options.fold, restriction=part)
+        first = first_builder(program, together)
+        problem = build(program, together, limit=None, fold=options.fold, restriction=part, builder=first)
         solution = solve(problem.graph, relative_gap=COPIES_GAP, seconds=options.seconds)
     except (InfeasibleError, SearchTimeoutError):
         return None

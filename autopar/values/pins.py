@@ -177,10 +177,7 @@ def parse_pin(text: str) -> Pins:
         key = on if equals else EVERY
         if key in table:
             raise PinError(f"--pin {text!r:.80} says two things of {key}; write one, or a|b for either")
-        words = [one.strip() for one in word.split("|")]
-        table[key] = words
-    if list(table) == [EVERY]:
-        return pins_of({pattern: table[EVERY]})
+        table[key] = [one.strip() for one in word.split("|")]
     return pins_of({pattern: table})
 
 
@@ -197,17 +194,16 @@ def joined(several: Iterable[Pins]) -> Pins:
 def _line(pattern: Any, said: Any) -> Pin:
     if not isinstance(pattern, str) or not pattern.strip():
         raise PinError(f"a pin's pattern is text, not {pattern!r:.60}; {EXAMPLE}")
-    if not isinstance(said, Mapping):
-        words = _words(pattern, said)
-        on = LIFETIME if set(words) <= set(LIFETIMES) else EVERY
-        return Pin(of=pattern, says=(Saying(on=on, words=words),))
-    if not said:
+    table = said if isinstance(said, Mapping) else {EVERY: said}
+    if not table:
         raise PinError(f"pin {pattern!r} says nothing; {EXAMPLE}")
     says = []
-    for on, words in said.items():
+    for on, words in table.items():
         if not isinstance(on, str):
             raise PinError(f"pin {pattern!r} speaks of {on!r:.60}; give a mesh axis, {LIFETIME} or {RECOMPUTE}")
         found = _words(pattern, words)
+        if on == EVERY and set(found) <= set(LIFETIMES):
+            on = LIFETIME
         if on == LIFETIME and (wrong := [word for word in found if word not in LIFETIMES]):
             raise PinError(
                 f"pin {pattern!r}: unknown lifetime {wrong[0]!r}; choose of {', '.join(LIFETIMES)}"

@@ -48,10 +48,9 @@ def load_pins(path: str | Path) -> Pins:
     is_json = str(path).endswith(".json")
     body = json_value(text, str(path), PinError, REMEDY) if is_json else _toml(text, str(path))
     file = checked(PinsFile, body, str(path), PinError, REMEDY, partial=True)
-    given: dict[str, Any] = {str(pattern): said for pattern, said in file.pins.items()}
-    if FORBID in given or DEMAND in given:
+    if FORBID in file.pins or DEMAND in file.pins:
         raise PinError(f"{path}: {FORBID} and {DEMAND} are lists of their own beside [pins]; {REMEDY}")
-    return pins_of({**given, FORBID: file.forbid, DEMAND: file.demand})
+    return pins_of({**file.pins, FORBID: file.forbid, DEMAND: file.demand})
 
 
 def _toml(text: str, where: str) -> Any:

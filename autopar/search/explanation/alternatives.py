@@ -25,7 +25,8 @@ from autopar.search.find_exactly import TRIAL_GAP, make_problem
 from autopar.search.graph.build import Builder, build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.extract import extract
-from autopar.search.graph.options import Restriction
+from autopar.search.graph.first_builder import first_builder
+from autopar.search.graph.options import Restriction, nothing
 from autopar.search.graph.problem import Problem
 from autopar.search.timeline.buckets import bucketed
 from autopar.values.explanation import Alternative
@@ -60,7 +61,7 @@ class Space:
         elif gathered:
             yield self.restricted("all gathered again for backward (ZeRO-3)", Restriction(lifetimes=("use",)))
         if plan.recompute or plan.remade:
-            yield self.restricted("nothing run again in backward", Restriction(), Builder)
+            yield self.restricted("nothing run again in backward", Restriction(recompute=nothing), self._first)
         else:
             again = Restriction(recompute=lambda op: True)
             yield self.restricted("blocks run again from their input", again, RecomputeBuilder)
@@ -153,8 +154,12 @@ class Space:
             yield label, self._forbidden(node, is_stored, label, said_of)
 
     @cached_property
+    def _first(self) -> type[Builder]:
+        return first_builder(self.program, self.pricer)
+
+    @cached_property
     def _keeping(self) -> Problem:
-        return build(self.program, self.pricer, limit=self.limit)
+        return build(self.program, self.pricer, limit=self.limit, builder=self._first)
 
     @cached_property
     def _recomputing(self) -> Problem:

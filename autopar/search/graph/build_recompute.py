@@ -28,6 +28,7 @@ from autopar.search.graph.clusters import OpCluster
 from autopar.search.graph.copies_held import copies_held
 from autopar.search.graph.lattice import Lattice
 from autopar.search.graph.parameters import ParameterSpace
+from autopar.search.graph.pinned import check_run_again
 from autopar.search.graph.problem import ArcSteps, Problem, Reader
 from autopar.search.graph.strategy_graph import Consumer, Floats, Group, Ints
 from autopar.values.blocks import block_of
@@ -53,7 +54,9 @@ class RecomputeBuilder(Builder):
             self.program.form["ends of blocks"] = _ends(self.program)
         self.ends: list[int] = self.program.form["ends of blocks"]
         self.plain: dict[int, int] = {}  # node -> number of options that keep
-        return super().run(limit)
+        problem = super().run(limit)
+        check_run_again(problem)
+        return problem
 
     def _can_be_made_again(self, cluster: OpCluster) -> bool:
         key = ("can be made again", cluster)

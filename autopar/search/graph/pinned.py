@@ -7,6 +7,7 @@ honours them: bounds, baselines, stages, plans near the best.
 import itertools
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 from autopar.errors import ImpossiblePinError, InfeasibleError, PinError
 from autopar.lower.factor_words import factor_words, word_of
@@ -15,6 +16,7 @@ from autopar.lower.program import Op, Program, Tensor
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.storages import input_layouts, storages
 from autopar.search.graph.options import EVERYTHING, Allowed, Restriction, axis_choices
+from autopar.search.graph.problem import Problem
 from autopar.values.mesh import Mesh
 from autopar.values.pins import near
 from autopar.values.placement import Layout, Shard
@@ -51,12 +53,6 @@ def apart_ops(program: Program, pricer: Pricer) -> set[str]:
     return found
 
 
-def asks_for_recompute(program: Program, pricer: Pricer) -> bool:
-    """Whether some op has to be run again in backward."""
-    pins = pricer.config.pins
-    return bool(pins) and bool(find_pinned(program, pins).again)
-
-
 def _narrowed(
     base: Restriction, found: PinnedProgram, program: Program, mesh: Mesh, apart: frozenset[str]
 ) -> Restriction:
@@ -67,9 +63,6 @@ def _narrowed(
             )
 
         return choice
-
-    def together(op: Op, names: tuple[str, ...]) -> bool:
-        return all(one.allowed & set(names) for one in found.somewhere.get(op.name, ()))
 
     def storage(tensor: Tensor, layout: Layout) -> bool:
         is_whole = not any(isinstance(place, Shard) for place in layout.axes)
@@ -84,7 +77,7 @@ def _narrowed(
         otherwise=None if base.otherwise is None else narrowed(base.otherwise),
         apart=base.apart | apart,
         storage=storage,
-        together=together if found.somewhere else None,
+        together=partial(_holds, found) if found.somewhere else None,
         handed={
             name: tuple(v for v in input_layouts(program.tensors[name].shape, mesh) if _lies(v, said, mesh))
             for name, said in found.handed.items()
@@ -105,8 +98,7 @@ def _lies(layout: Layout, decisions: Iterable[Allowance], mesh: Mesh) -> bool:
 
 
 def _can_be_sharded(tensor: Tensor, mesh: Mesh) -> bool:
-    every = storages(tensor.shape, mesh, tensor.requires_grad, True)
-    return any(isinstance(place, Shard) for storage in every for place in storage.axes)
+    return any(isinstance(place, Shard) for storage in _storages(tensor, mesh) for place in storage.axes)
 
 
 def check_possible(found: PinnedProgram, program: Program, pricer: Pricer) -> None:
@@ -124,22 +116,39 @@ def check_possible(found: PinnedProgram, program: Program, pricer: Pricer) -> No
         if name in ops:
             _check_op(found, ops[name], program, pricer)
     called = _called_by_users(program)
-    for name, tensor in program.tensors.items():
-        for table, every in (
-            (found.storage, storages(tensor.shape, mesh, tensor.requires_grad, True)),
-            (found.handed, input_layouts(tensor.shape, mesh)),
-        ):
-            if name in table and not any(_lies(layout, table[name], mesh) for layout in every):
-                said = " and ".join(dict.fromkeys(found.said(one.line) for one in table[name]))
+    for table, layouts in ((found.storage, _storages), (found.handed, _input_layouts)):
+        for name, decisions in table.items():
+            tensor = program.tensors[name]
+            every = layouts(tensor, mesh)
+            if not any(_lies(layout, decisions, mesh) for layout in every):
                 raise ImpossiblePinError(
-                    f"{said}: {called.get(name, name)} {tensor.shape} cannot be stored so on mesh {mesh}; it can be "
-                    f"{', '.join(dict.fromkeys(map(str, every)))[:200]}"
+                    f"{_said(found, decisions)}: {called.get(name, name)} {tensor.shape} cannot be stored so on mesh "
+                    f"{mesh}; it can be {', '.join(dict.fromkeys(map(str, every)))[:200]}"
                 )
-        lived = [one.allowed for one in found.lifetimes.get(name, ())]
-        if lived and not frozenset.intersection(*lived):
-            said = " and ".join(dict.fromkeys(found.said(one.line) for one in found.lifetimes[name]))
-            raise PinError(f"{said} contradict each other about how long copies of {name} live; leave one out")
+    for name, decisions in found.lifetimes.items():
+        if not frozenset.intersection(*(one.allowed for one in decisions)):
+            raise PinError(
+                f"{_said(found, decisions)} contradict each other about how long copies of {called[name]} live; leave "
+                "one out"
+            )
     program.made[key] = True
+
+
+def check_run_again(problem: Problem) -> None:
+    """Raises ImpossiblePinError for the first pin by which something runs again, where nothing that it matches can."""
+    program, found = problem.program, find_pinned(problem.program, problem.pricer.config.pins)
+    able = {
+        program.ops[position].name
+        for node, count in problem.num_kept.items()
+        if found.again and count < len(problem.options[node])
+        for positions in problem.clusters[node].instances
+        for position in positions
+    }
+    if unable := {*found.again.values()} - {found.again[name] for name in able & found.again.keys()}:
+        raise ImpossiblePinError(
+            f"{found.said(min(unable))}: nothing that it matches can be run again in backward; what a block (a module "
+            "with a number) makes for itself can"
+        )
 
 
 def homeless(name: str, program: Program, pricer: Pricer) -> InfeasibleError:
@@ -148,9 +157,22 @@ def homeless(name: str, program: Program, pricer: Pricer) -> InfeasibleError:
     if not pins:
         return InfeasibleError(f"{called} has no storage and lifetime in the part of the space that is asked for")
     found = find_pinned(program, pins)
-    lines = dict.fromkeys(one.line for table in (found.storage, found.lifetimes) for one in table.get(name, ()))
-    said = " and ".join(map(found.said, lines)) or "what is asked for"
+    said = _said(found, (one for table in (found.storage, found.lifetimes) for one in table.get(name, ())))
+    said = said or "what is asked for"
     return ImpossiblePinError(f"{said}: {called} cannot be stored and live so, as its readers use it; leave one out")
+
+
+def _said(found: PinnedProgram, decisions: Iterable[Allowance]) -> str:
+    """The lines that decide so, in words."""
+    return " and ".join(map(found.said, dict.fromkeys(one.line for one in decisions)))
+
+
+def _storages(tensor: Tensor, mesh: Mesh) -> Iterable[Layout]:
+    return storages(tensor.shape, mesh, tensor.requires_grad, True)
+
+
+def _input_layouts(tensor: Tensor, mesh: Mesh) -> Iterable[Layout]:
+    return input_layouts(tensor.shape, mesh)
 
 
 def _called_by_users(program: Program) -> dict[str, str]:
@@ -165,14 +187,12 @@ def _check_op(found: PinnedProgram, op: Op, program: Program, pricer: Pricer) ->
         names = frozenset.intersection(frozenset(op.choices), *(one.allowed for one in own))
         left.append(axis_choices(op, index, pricer, _among(names)))
         if size > 1 and own and not left[-1]:
-            said = " and ".join(dict.fromkeys(found.said(one.line) for one in own))
             raise ImpossiblePinError(
-                f"{said}: {_called(op)} cannot be decided so on {axis}, which has {size} ranks: "
+                f"{_said(found, own)}: {_called(op)} cannot be decided so on {axis}, which has {size} ranks: "
                 f"{_reason(op, own, size)}; it can be {_offers(op, index, program, pricer)}"
             )
     if not any(_holds(found, op, names) and pricer.target.is_allowed(op, names) for names in itertools.product(*left)):
-        lines = dict.fromkeys(one.line for one in (*decisions, *found.somewhere.get(op.name, ())))
-        said = " and ".join(map(found.said, lines))
+        said = _said(found, (*decisions, *found.somewhere.get(op.name, ())))
         raise ImpossiblePinError(
             f"{said}: {_called(op)} cannot be decided so on all axes of mesh {mesh} at once; its sizes are "
             f"{_sizes(op, op.rule.factors)}"

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from autopar.errors import InfeasibleError
 from autopar.lower.factor_words import factor_words, word_of
+from autopar.lower.pinned import find_pinned
 from autopar.lower.program import Op, Program, Tensor, make_program
 from autopar.lower.redistributions import redistribute
 from autopar.search.costs.evaluate import evaluate_program
@@ -30,7 +31,7 @@ from autopar.search.fitting import fitting
 from autopar.search.graph.build import Builder, build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.extract import extract
-from autopar.search.graph.options import Allowed, Restriction
+from autopar.search.graph.options import Allowed, Restriction, nothing
 from autopar.search.known.attention_core import attention_core
 from autopar.search.known.named_configuration import KINDS, NamedConfiguration, parse_configuration
 from autopar.search.known.sample_factors import SampleFactors, check_samples, sample_factors, splits_samples
@@ -106,7 +107,8 @@ def _solved(
     solution = solve(problem.graph, relative_gap=GAP)
     plan = extract(problem, solution, pricer.cluster, pricer.config, str(configuration))
     if configuration.recompute == "selective":
-        plan = replace(plan, recompute=plan.recompute & attention_core(program))
+        wanted = attention_core(program) | find_pinned(program, pricer.config.pins).again.keys()
+        plan = replace(plan, recompute=plan.recompute & wanted)
     elif configuration.recompute == "full":
         plan = replace(plan, remade=_remade_in_blocks(plan, program, pricer))
     return plan.with_estimate(evaluate_program(plan, program, pricer))
@@ -114,9 +116,9 @@ def _solved(
 
 def _remade_in_blocks(plan: StagePlan, program: Program, pricer: Pricer) -> dict[str, tuple[Layout, ...]]:
     """Layouts that are made for ops of blocks alone: redistributed again with the block, whatever made the tensor."""
-    out = {}
+    out, keeps = {}, find_pinned(program, pricer.config.pins).keeps
     for name, one in redistribute(program, plan, pricer.target).items():
-        if one.tensor.kind != "op":
+        if one.tensor.producer is None or program.ops[one.tensor.producer].name in keeps:
             continue
         outside = {
             step.target
@@ -169,7 +171,7 @@ def _restriction(configuration: NamedConfiguration, program: Program, pricer: Pr
         apart=_apart(program, samples, pricer, data),
         storage=storage,
         lifetimes=_lifetimes(configuration, program),
-        recompute=_recompute(configuration, program),
+        recompute=_recompute(configuration, program, pricer),
     )
 
 
@@ -182,12 +184,12 @@ def _lifetimes(configuration: NamedConfiguration, program: Program) -> tuple[str
     return {0: (once,), 1: (once,), 2: ("keep",), 3: ("use",)}[zero]
 
 
-def _recompute(configuration: NamedConfiguration, program: Program) -> Callable[[Op], bool] | None:
+def _recompute(configuration: NamedConfiguration, program: Program, pricer: Pricer) -> Callable[[Op], bool] | None:
     if configuration.recompute == "full":
         return lambda op: True
     if configuration.recompute == "selective" and (core := attention_core(program)):
         return lambda op: op.name in core
-    return None
+    return nothing if find_pinned(program, pricer.config.pins).again else None
 
 
 def _meanings(program: Program) -> Meaning:

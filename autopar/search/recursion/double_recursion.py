@@ -98,8 +98,7 @@ class Search:
         program, pins = self.neighbours.program, self.neighbours.pricer.config.pins
         if not pins:
             return True
-        found = find_pinned(program, pins)
-        return not found.again and next(violations(found, [plan_of(decider, program)]), None) is None
+        return next(violations(find_pinned(program, pins), [plan_of(decider, program)]), None) is None
 
     def solve(self) -> None:
         """Without a price on memory; then, if the cheapest answer does not fit, under prices."""
