@@ -136,6 +136,16 @@ BAD = {
     "no such option": (["plan", "{model}", *PLAN, "--clutter"], "No such option: --clutter"),
     "no cluster": (["export", "{model}", "--out", "out"], "needs --cluster"),
     "no mesh": (["verify", "{model}"], "verify needs --mesh"),
+    "pipeline of a baseline": (
+        ["plan", "{model}", "--cluster", "4xcpu", "--baseline", "ddp:pp=2", "--pin", "forbid: pipeline"],
+        "pins forbid a pipeline",
+    ),
+    "pipeline to verify": (["verify", "{model}", "--mesh", "2", "--pin", "demand: pipeline"], "pins demand a pipeline"),
+    "folder of a report": (["plan", "{model}", *PLAN, "--report", "/dev/null/r.html"], "its folder cannot be made"),
+    "how to make a plan that is made": (
+        ["export", "nowhere.json", "--out", "out", "--mesh", "2x2", "--pin", "*: batch"],
+        "leave --mesh, --pin out",
+    ),
     "no plan file": (["export", "nowhere.json", "--out", "out"], "nowhere.json cannot be read"),
 }
 

@@ -221,12 +221,10 @@ class ModelPlan(Plan):
         from autopar.report.page import write_page
         from autopar.report.page_data import page_data
 
-        shown = [self._pictured(names[0], cluster)]
-        difference = None
-        if beside is not None:
-            shown.append(beside._pictured(names[1], cluster))
-            if self.captured is not None and beside.captured is not None:
-                difference = self.diff(beside)
+        plans = [self] if beside is None else [self, beside]
+        are_bound = all(plan.captured is not None for plan in plans)
+        difference = self.diff(beside) if beside is not None and are_bound else None
+        shown = [plan._pictured(name, cluster) for plan, name in zip(plans, names, strict=False)]
         write_page(page_data(shown, difference), path)
 
     def _pictured(self, name: str, cluster: Cluster | None) -> "Pictured":

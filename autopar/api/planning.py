@@ -133,8 +133,8 @@ def plan(
 
     searched = mesh == "auto"
     decided = pins_given(pins)
-    pipelines, least = asked_pipelines(decided, pipeline, searched)
     num_pipeline, own_mesh = asked_mesh(machine, mesh, pipeline, schedule, baseline, solver)
+    pipelines, least = asked_pipelines(decided, pipeline if baseline is None else num_pipeline, searched)
     call = own_call = call_of(example_inputs, args, kwargs)
     call = call.with_batch(global_batch) if global_batch is not None else call
     if call.batch() == 0:

@@ -25,6 +25,7 @@ from typing import Any
 from rich.console import Console
 
 from autopar.errors import AutoparError
+from autopar.report.plain import WIDTH, PlainConsole
 
 BAD_INPUT, FAULT, INTERRUPTED, NO_READER = 2, 3, 130, 141
 DEBUG = "--debug"
@@ -37,7 +38,7 @@ class NoReaderError(Exception):
     """Standard output is a pipe that nobody reads any more."""
 
 
-class _Console(Console):
+class _Console(PlainConsole):
     def on_broken_pipe(self) -> None:
         raise NoReaderError
 
@@ -45,8 +46,8 @@ class _Console(Console):
 def console_of(as_json: bool) -> Console:
     """Where words go: to standard output, unless that is for JSON alone."""
     if as_json:
-        return Console(stderr=True, quiet=True)
-    return _Console() if sys.stdout.isatty() else _Console(width=120)
+        return PlainConsole(stderr=True, quiet=True)
+    return _Console() if sys.stdout.isatty() else _Console(width=WIDTH)
 
 
 @contextmanager
@@ -104,8 +105,7 @@ def _said(error: BaseException, as_json: bool) -> int:
     if isinstance(error, SystemExit):
         return _fail(f"code that the command ran ended it: exit code {error.code}", "SystemExit", as_json)
     if (format_message := getattr(error, "format_message", None)) is not None:
-        usage = format_message() or "name a command: plan, export, verify, explain or diff"
-        return _fail(usage, "ArgumentError", as_json)
+        return _fail(format_message(), "ArgumentError", as_json)
     first = str(error).strip().partition("\n")[0][:LONGEST]
     said = f"a fault of autopar: {type(error).__name__}: {first}; please report it with its traceback, {_kept(error)}"
     return _fail(said, type(error).__name__, as_json, FAULT)

@@ -114,7 +114,7 @@ def launch(
         for file in written:
             said += f"\nwritten: {file}"
         verb = "running" if starts else "start it with"
-        console.print(f"{said}\n{verb}: {shlex.join(found.command)}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{said}\n{verb}: {shlex.join(found.command)}", soft_wrap=True)
     if starts:
         sys.stdout.flush()
         raise typer.Exit(subprocess.run(found.command, stdout=sys.stderr if as_json else None).returncode)

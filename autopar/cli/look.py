@@ -7,7 +7,7 @@ import typer
 
 from autopar.cli.ending import console_of, one_answer
 from autopar.cli.explain import Given, compared, explained, reported
-from autopar.cli.options import check_options, overrides
+from autopar.cli.options import check_options, make_folders, overrides
 from autopar.cli.parameters import FILE, OUTPUT, SEARCH, Json, ModelOf, PlanFile, Set, Trace, Trust, option
 from autopar.cli.progress import ProgressLine
 
@@ -24,13 +24,14 @@ def explain(
 ) -> None:
     """Say what binds a plan, what more memory or faster links would buy, which plans were near, where all goes."""
     check_options(seconds=seconds)
+    make_folders(trace=trace)
     console = console_of(as_json)
     with one_answer(as_json) as answer, ProgressLine(console) as tell:
         given = Given(spec=model, trust=trust, overrides=overrides(set_))
         explanation = explained(plan, cluster, seconds, given, tell, trace)
         answer.update(explanation.to_json())
     if not as_json:
-        console.print(str(explanation), highlight=False, markup=False, soft_wrap=True)
+        console.print(str(explanation), soft_wrap=True)
 
 
 def diff(
@@ -48,7 +49,7 @@ def diff(
         difference = compared(first, second, given, tell)
         answer.update(difference.to_json())
     if not as_json:
-        console.print(str(difference), highlight=False, markup=False, soft_wrap=True)
+        console.print(str(difference), soft_wrap=True)
 
 
 def report(
@@ -64,11 +65,12 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write a page for a browser: the model, its shards, the step and its memory over time, bytes, bound, baselines."""
+    written = plan.with_suffix(".html") if out is None else out
+    make_folders(out=written)
     console = console_of(as_json)
     with one_answer(as_json) as answer, ProgressLine(console) as tell:
-        written = plan.with_suffix(".html") if out is None else out
         given = Given(spec=model, trust=trust, overrides=overrides(set_))
         reported(plan, beside, written, cluster, given, tell)
         answer.update(out=str(written), nbytes=written.stat().st_size)
     if not as_json:
-        console.print(f"written to {written}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"written to {written}", soft_wrap=True)

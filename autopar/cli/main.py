@@ -1,4 +1,4 @@
-"""The command line: `autopar plan`, `autopar export`, `autopar verify`. How commands end is said in `ending`."""
+"""The command line: its commands in groups, `plan` and `export` among them. How commands end is said in `ending`."""
 
 import json
 import platform
@@ -17,7 +17,7 @@ from autopar.cli.ending import DEBUG, console_of, ended, one_answer
 from autopar.cli.explain import Given, reloaded
 from autopar.cli.launch import launch
 from autopar.cli.look import diff, explain, report
-from autopar.cli.options import check_options, number_or_auto, overrides, pins_from
+from autopar.cli.options import check_options, given_options, make_folders, number_or_auto, overrides, pins_from
 from autopar.cli.parameters import (
     OUTPUT,
     SEARCH,
@@ -114,6 +114,7 @@ def plan(
 ) -> None:
     """Decide how to train MODEL on a cluster, and say how good that is."""
     check_options(global_batch=global_batch, seq=seq, memory_gb=memory_gb, gap=gap, seconds=seconds)
+    make_folders(trace=trace, report=page)
     console = console_of(as_json)
     with one_answer(as_json) as answer, ProgressLine(console) as tell:
         from autopar.cli.plan import planned, write_plan
@@ -166,10 +167,15 @@ def plan(
 
         print_plan(made, made.locals, made.machine, console)
         if written := [str(path) for path in (out, trace, page) if path is not None]:
-            console.print(f"written to {' and '.join(written)}", highlight=False)
+            console.print(f"written to {' and '.join(written)}")
+
+
+OF_SAVED = ("--out", "--model", "--trust", "--set", "--json")
+"""Options of an export of a saved plan; all others say how to make one."""
 
 
 def export(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="a plan.json, or a model as for autopar plan")],
     out: Annotated[Path, option(OUTPUT, help="folder to write")],
     cluster: Annotated[str | None, option(WHAT, help="for a model: as for autopar plan")] = None,
@@ -199,6 +205,10 @@ def export(
     console = console_of(as_json)
     with one_answer(as_json) as answer, ProgressLine(console) as tell:
         if model.endswith(".json") and not model.startswith("hf:"):
+            if decided := [name for name in given_options(context) if name not in OF_SAVED]:
+                raise ArgumentError(
+                    f"{model} is a plan that was made already; leave {', '.join(decided)} out, or export a model"
+                )
             made = reloaded(Path(model), Given(spec=model_of, trust=trust, overrides=overrides(set_)), "cpu")
         else:
             if cluster is None:
@@ -229,9 +239,9 @@ def export(
         )
     if not as_json:
         written = f"{made.model} on {made.arrangement} exported to {out}: {', '.join(answer['files'])}"
-        console.print(written, highlight=False, soft_wrap=True)
+        console.print(written, soft_wrap=True)
         command = f"run it: cd {out} && torchrun --nproc-per-node {made.world} train.py"
-        console.print(command, highlight=False, soft_wrap=True)
+        console.print(command, soft_wrap=True)
 
 
 COMMANDS: Mapping[str, tuple[Callable[..., None], ...]] = {

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import typer
+
 from autopar.errors import ArgumentError, MeshError
 from autopar.values.domains import COUNT, GAP, MEMORY_GB, MOST_PROCESSES, POSITIVE, SECONDS, Domain, checked_number
 from autopar.values.mesh import parse_mesh
@@ -40,12 +42,35 @@ def check_options(**given: Any) -> None:
             checked_number(option, value, OPTIONS[option])
 
 
+def given_options(context: typer.Context) -> list[str]:
+    """The options that a command line gives, by their names."""
+    options = (parameter for parameter in context.command.params if parameter.param_type_name == "option")
+    given = ((context.get_parameter_source(option.name), option.opts[0]) for option in options if option.name)
+    return [name for source, name in given if source is not None and source.name == "COMMANDLINE"]
+
+
 def check_processes(mesh: str | None) -> None:
     """Raises MeshError if a mesh has more ranks than one machine can be asked to start."""
     if mesh is not None and (own := parse_mesh(mesh)).size > MOST_PROCESSES:
         raise MeshError(
             f"mesh {own} asks for {own.size} processes of this machine; at most {MOST_PROCESSES} are started"
         )
+
+
+def make_folders(**given: Path | None) -> None:
+    """Make the folders of files that are written last, before any work.
+
+    Raises:
+        ArgumentError: naming the option, if one cannot be made.
+    """
+    for name, path in given.items():
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ArgumentError(
+                f"--{name} {path}: its folder cannot be made ({error.strerror}); name a file elsewhere"
+            ) from error
 
 
 def number_or_auto(text: str | None, option: str) -> int | Literal["auto"] | None:

@@ -93,7 +93,7 @@ def simulate(
         return
     _print(answer, console := console_of(False))
     if choices:
-        console.print(exchange_table(choices), highlight=False)
+        console.print(exchange_table(choices))
 
 
 def simulate_row(row: dict[str, str], where: str) -> dict[str, Any]:
@@ -180,23 +180,21 @@ def _simulate_csv(path: Path, out: Path | None, as_json: bool) -> None:
             f"{answer['tokens_per_second']:,.0f}", f"{answer['bubble_seconds']:.3g}", f"{answer['allocated_gb']:.1f}",
             "yes" if answer["fits"] else "no",
         )  # fmt: skip
-    console.print(table, highlight=False)
+    console.print(table)
     if out is not None:
-        console.print(f"written to {out}", highlight=False)
+        console.print(f"written to {out}")
 
 
 def _print(answer: dict[str, Any], console: Console) -> None:
     console.print(
         f"{answer['model']} on {answer['cluster']}: {answer['step_seconds']:.4g} s a step, MFU {answer['mfu']:.1%}, "
         f"{answer['tokens_per_second']:,.0f} tokens/s",
-        highlight=False,
     )
     console.print(
         f"of which bubbles {answer['bubble_seconds']:.3g} s, gradients not hidden "
         f"{answer['exposed_data_seconds']:.3g} s, optimizer {answer['optimizer_seconds']:.3g} s",
-        highlight=False,
     )
-    console.print(f"priced by {answer['rates']}", highlight=False)
+    console.print(f"priced by {answer['rates']}")
     console.print("MFU: attention halved for the causal mask, nothing recomputed, no input embedding, 16-bit peak")
     table = Table("memory, fullest stage", "GB", title_justify="left")
     for name, value in answer["memory_gb"].items():
@@ -204,6 +202,6 @@ def _print(answer: dict[str, Any], console: Console) -> None:
     table.add_section()
     table.add_row("allocated at the peak", f"{answer['allocated_gb']:.2f}")
     table.add_row("with context and allocator's reserve", f"{answer['with_reserve_gb']:.2f}")
-    console.print(table, highlight=False)
+    console.print(table)
     verdict = "fits" if answer["fits"] else "does NOT fit"
-    console.print(f"stage {answer['fullest_stage']} {verdict} in {answer['device_gb']:.0f} GB", highlight=False)
+    console.print(f"stage {answer['fullest_stage']} {verdict} in {answer['device_gb']:.0f} GB")

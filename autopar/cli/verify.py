@@ -13,6 +13,7 @@ from torch import nn
 from autopar.api.captures import captured_model, values_of
 from autopar.api.checked import run_before
 from autopar.api.model_plan import ModelPlan, load_plan
+from autopar.api.pinning import asked_pipelines
 from autopar.api.planning import check_choice
 from autopar.errors import ArgumentError, FidelityError, InfeasibleError, MeshError, PlanMismatchError
 from autopar.lower.legality import check_legal
@@ -78,6 +79,8 @@ def run(request: VerifyRequest, console: Console, tell: Callable[[str], None]) -
         raise ArgumentError("--pipeline 1f1b:4 is for random plans alone: give --random N and no plan or baseline")
     if request.pins and (request.plan is not None or request.num_random):
         raise ArgumentError("--pin is for the best plan and for baselines: a saved plan has its own, a random one none")
+    for number in [parse_configuration(name).pp for name in request.baselines] or [1]:
+        asked_pipelines(request.pins, number, searched=False)
     if request.weave and (request.plan is not None or request.pipeline is not None):
         raise ArgumentError("--weave is for baselines and random plans without stages: a saved plan says itself")
     saved = load_plan(request.plan) if request.plan is not None else None
@@ -113,7 +116,7 @@ def run(request: VerifyRequest, console: Console, tell: Callable[[str], None]) -
     try:
         steps, is_exact = module_steps_checked(subject, request.precision, console)
     except FidelityError as error:
-        console.print(f"NOT the module: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"NOT the module: {error}", style="red", soft_wrap=True)
         return {"model": request.spec, "passed": False, "difference": str(error), "plans": []}
     inputs = [bind_inputs(captured.inputs, args, kwargs) for args, kwargs in subject.calls(STEPS)]
     checks: list[PlanCheck] = []
@@ -124,7 +127,7 @@ def run(request: VerifyRequest, console: Console, tell: Callable[[str], None]) -
             tell(f"plan {len(checks) + 1} of {len(labels)} ({labels[len(checks)]}) on {world} processes")
 
     tell_next()
-    console.print(HEAD, style="bold", highlight=False, soft_wrap=True)
+    console.print(HEAD, style="bold", soft_wrap=True)
     for check in verify_plans(
         captured,
         values_of(captured, loaded.model),
@@ -156,7 +159,6 @@ def module_steps_checked(subject: Subject, precision: str, console: Console) -> 
     console.print(
         f"graph and module, {STEPS} steps in {precision}: loss, gradients and state differ by at most {worst:.0e} "
         f"(relative); plans are compared with {with_what} in each",
-        highlight=False,
         soft_wrap=True,
     )
     return checked.steps, is_exact
@@ -239,7 +241,7 @@ def _plans(
         except InfeasibleError as error:
             if len(request.baselines) == 1 and not request.num_random:
                 raise
-            console.print(f"left out: {error}", highlight=False, markup=False)
+            console.print(f"left out: {error}")
     if request.num_random:
         for number in range(request.num_random):
             seed = request.seed + number
@@ -309,7 +311,7 @@ def _print_row(check: PlanCheck, precision: str, console: Console) -> None:
         f"{nbytes_text(sent):>10} {agreed:>9} {nbytes_text(check.measured_peak):>10} "
         f"{nbytes_text(check.predicted_peak):>10}  {verdict}"
     )
-    console.print(line, style="" if verdict == "ok" else "red", highlight=False, markup=False, soft_wrap=True)
+    console.print(line, style="" if verdict == "ok" else "red", soft_wrap=True)
     if not check.bytes_match:
         for key in sorted({*check.predicted, *check.counted}):
             said, seen = check.predicted.get(key, (0, 0)), check.counted.get(key, (0, 0))
@@ -317,7 +319,6 @@ def _print_row(check: PlanCheck, precision: str, console: Console) -> None:
                 console.print(
                     f"    {key[0]} over {','.join(key[1])}: predicted {said[0]} calls, {said[1]} bytes; "
                     f"sent {seen[0]} calls, {seen[1]} bytes",
-                    highlight=False,
                 )
 
 
@@ -341,12 +342,10 @@ def _result(request: VerifyRequest, mesh: Mesh, checks: list[PlanCheck], console
             f"{gradient:.0e}), of state after a step {worst_state:.1e} (tolerance {gradient:.0e}), "
             f"of predicted peak memory {farthest:+.1%} (tolerance {PEAK_TOLERANCE:.0%}): {said}",
             style="green" if passed else "red",
-            highlight=False,
-            markup=False,
             soft_wrap=True,
         )
         if request.num_random:
-            console.print(NOT_CHECKED, highlight=False, markup=False, soft_wrap=True)
+            console.print(NOT_CHECKED, soft_wrap=True)
     return {
         "model": request.spec,
         "mesh": list(mesh.shape),
@@ -363,13 +362,12 @@ def _result(request: VerifyRequest, mesh: Mesh, checks: list[PlanCheck], console
 
 
 def _print_traffic(check: PlanCheck, console: Console) -> None:
-    console.print(f"bytes by collective, plan {check.plan}:", highlight=False)
+    console.print(f"bytes by collective, plan {check.plan}:")
     for key in sorted({*check.predicted, *check.counted}):
         said, seen = check.predicted.get(key, (0, 0)), check.counted.get(key, (0, 0))
         console.print(
             f"    {key[0]:15} over {','.join(key[1]):16} predicted {said[0]:5} calls {said[1]:12} bytes, "
             f"sent {seen[0]:5} calls {seen[1]:12} bytes",
-            highlight=False,
             soft_wrap=True,
         )
 

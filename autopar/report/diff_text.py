@@ -1,25 +1,20 @@
 """The difference of two plans as text of 120 columns: what they are for, what they decide, seconds and bytes."""
 
-import io
 from collections.abc import Callable, Mapping
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autopar.report.plain import plain_text
 from autopar.report.units import nbytes_text, percent_text, seconds_text
 from autopar.values.difference import PlanDifference
-
-WIDTH = 120
 
 
 def diff_text(difference: PlanDifference) -> str:
     """The difference as plain text."""
-    buffer = io.StringIO()
-    console = Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, highlight=False)
-    console.print(render(difference))
-    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+    return plain_text(render(difference))
 
 
 def render(difference: PlanDifference) -> RenderableType:

@@ -1,16 +1,16 @@
 """An explanation as text of 120 columns: what binds, what a change would buy, what was near, where all goes."""
 
-import io
 import shlex
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from autopar.report.explain_stages_text import near_table, pipeline_lines, pipeline_tables
+from autopar.report.plain import plain_text
 from autopar.report.search_text import one_microbatch_text
-from autopar.report.tables import NOISE, WIDTH, columns_of, items_table, signed
+from autopar.report.tables import NOISE, columns_of, items_table, signed
 from autopar.report.units import nbytes_text, seconds_text, share_text
 from autopar.values.explanation import Alternative, Explanation, OddRows, Offer
 
@@ -20,10 +20,7 @@ WORTH = 0.01
 
 def explain_text(explanation: Explanation) -> str:
     """The explanation as plain text."""
-    buffer = io.StringIO()
-    console = Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, highlight=False)
-    console.print(render(explanation))
-    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+    return plain_text(render(explanation))
 
 
 def render(explanation: Explanation) -> RenderableType:
@@ -65,15 +62,21 @@ def _check(explanation: Explanation) -> str:
     source = getattr(plan, "source", None)
     if not source or plan.num_stages > 1:
         return ""
-    options = {"--global-batch": source.get("batch"), "--seq": source.get("seq"), "--precision": plan.config.precision}
-    options |= {"--reduce-dtype": plan.config.reduce_dtype}
-    options |= {"--optimizer": plan.config.optimizer, "--cluster": plan.cluster}
-    options |= {"--mesh": ",".join(f"{a}={n}" for a, n in zip(plan.mesh.names, plan.mesh.shape, strict=True))}
-    options |= {"--microbatches": plan.microbatches, "--memory-gb": f"{explanation.limit / 1e9 + 1:.6g}"}
-    said = [f"{name} {value}" for name, value in options.items() if value is not None]
-    said += [f"--pin {shlex.quote(text)}" for text in plan.config.pins.texts]
-    said += [f"--set {key}={value}" for key, value in source.get("overrides", {}).items()]
-    return f"autopar plan {source['spec']} {' '.join(said)}"
+    options = [
+        ("--global-batch", source.get("batch")),
+        ("--seq", source.get("seq")),
+        ("--precision", plan.config.precision),
+        ("--reduce-dtype", plan.config.reduce_dtype),
+        ("--optimizer", plan.config.optimizer),
+        ("--cluster", plan.cluster),
+        ("--mesh", ",".join(f"{a}={n}" for a, n in zip(plan.mesh.names, plan.mesh.shape, strict=True))),
+        ("--microbatches", plan.microbatches),
+        ("--memory-gb", f"{explanation.limit / 1e9 + 1:.6g}"),
+        *(("--pin", text) for text in plan.config.pins.texts),
+        *(("--set", f"{key}={value}") for key, value in source.get("overrides", {}).items()),
+    ]
+    said = (word for name, value in options if value is not None for word in (name, str(value)))
+    return shlex.join(["autopar", "plan", source["spec"], *said])  # texts of a file, which a person may paste
 
 
 def _heading(explanation: Explanation) -> list[str]:

@@ -3,13 +3,12 @@
 Plain text of 120 columns; on a terminal `print_plan` writes the same with its width and colours.
 """
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.columns import Columns
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +18,7 @@ from autopar.cost_models.links import axis_links
 from autopar.errors import ClusterError
 from autopar.lower.messages import messages_of
 from autopar.report.heading import heading
+from autopar.report.plain import plain_text
 from autopar.report.recompute_text import recompute_text
 from autopar.report.rows import PlanRow, Section, plan_sections
 from autopar.report.rules_text import rules_lines
@@ -32,15 +32,10 @@ from autopar.values.plan import Plan
 from autopar.values.redistribution import Message
 from autopar.values.stage_plan import StagePlan
 
-WIDTH = 120
-
 
 def plan_text(plan: Plan, locals_: Sequence[LocalModel], machine: Cluster | None = None) -> str:
     """The plan as plain text."""
-    buffer = io.StringIO()
-    console = Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, highlight=False)
-    console.print(render(plan, locals_, machine))
-    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+    return plain_text(render(plan, locals_, machine))
 
 
 def render(plan: Plan, locals_: Sequence[LocalModel], machine: Cluster | None = None) -> RenderableType:
@@ -225,4 +220,4 @@ def print_plan(plan: Plan, locals_: Sequence[LocalModel], machine: Cluster | Non
     if console.is_terminal:
         console.print(render(plan, locals_, machine))
     else:
-        console.print(plan_text(plan, locals_, machine), highlight=False, markup=False, soft_wrap=True)
+        console.print(plan_text(plan, locals_, machine), soft_wrap=True)

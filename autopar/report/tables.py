@@ -8,7 +8,6 @@ from rich.table import Table
 from autopar.report.units import seconds_text, share_text
 from autopar.values.explanation import Item
 
-WIDTH = 120
 SHOWN = 10
 """Rows of each list of items."""
 NOISE = 1e-6

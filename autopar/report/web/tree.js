@@ -18,9 +18,8 @@ function modelSection(plan) {
     el("button", { type: "button", onclick: () => setAll(list, true) }, "open all"),
     el("button", { type: "button", onclick: () => setAll(list, false) }, "close all"),
     el("span", { class: "note" }, "Press a placement to see which rank holds what. Keys: arrows, Enter."));
-  const largest = tree.querySelector("button[data-cut]");
   panel.append(el("p", { class: "note" }, "Choose a tensor."));
-  const first = [...tree.querySelectorAll("button[data-kind=parameter]")][0] || largest;
+  const first = tree.querySelector("button[data-kind=parameter]") || tree.querySelector("button[data-cut]");
   if (first) first.click();
   return [controls, el("div", { class: "model" }, tree, panel)];
 }
