@@ -57,6 +57,10 @@ class PinnedRow:
         return (self.seconds - self.bound) / self.seconds
 
     @property
+    def cost(self) -> float:
+        return (self.seconds - self.free) / self.free
+
+    @property
     def is_wrong(self) -> bool:
         return self.broken > 0 or self.gap > GAP or self.free_bound > self.seconds
 
@@ -104,9 +108,8 @@ def table(found: Sequence[PinnedRow]) -> str:
     lines = ["| model | mesh | pins | broken | gap | they cost | CPU s |", "|---|---|---|---:|---:|---:|---:|"]
     for row in found:
         said = "; ".join(f"`{text}`" for text in row.pins.texts).replace("|", "\\|")
-        cost = max(row.seconds - row.free, 0.0) / row.free
         lines.append(
-            f"| {row.family} | `{row.mesh}` | {said} | {row.broken} | {max(row.gap, 0.0):.1e} | {cost:.1%} | "
+            f"| {row.family} | `{row.mesh}` | {said} | {row.broken} | {row.gap:.1e} | {row.cost:.1%} | "
             f"{row.cpu_seconds:.1f} |"
         )
     return "\n".join(lines)
@@ -133,7 +136,7 @@ def page(found: Sequence[PinnedRow], refused: int, options: str) -> str:
         count=len(found),
         broken=sum(row.broken for row in found),
         gap=max(row.gap for row in found),
-        cost=min(max(row.seconds - row.free, 0.0) / row.free for row in found),
+        cost=min(row.cost for row in found),
         refused=refused,
         table=table(found),
     )
@@ -155,10 +158,10 @@ def main() -> None:
             console.print(f"    none: {row}", highlight=False, markup=False)
             continue
         made.append(row)
-        said = f"gap {row.gap:.1e}, cost {(row.seconds - row.free) / row.free:+.2%}, {row.cpu_seconds:.1f} s"
+        said = f"gap {row.gap:.1e}, cost {row.cost:+.2%}, {row.cpu_seconds:.1f} s"
         console.print(f"    broken {row.broken}, {said}{' WRONG' if row.is_wrong else ''}", highlight=False)
     wrong = [row for row in made if row.is_wrong]
-    least = min((row.seconds - row.free) / row.free for row in made)
+    least = min(row.cost for row in made)
     console.print(
         f"{len(made)} sets: {sum(row.broken for row in made)} pins broken, largest gap "
         f"{max(row.gap for row in made):.1e}, least cost {least:+.1e}; {len(refused)} sets drawn that no plan honours"
