@@ -386,12 +386,13 @@ def test_the_layers_of_any_model_are_found_and_written() -> None:
     model = nn.Module()
     model.body = nn.Module()
     model.body.layers = nn.ModuleList(Block(8, 8) for _ in range(3))
+    model.head = nn.Sequential(Block(8, 8), Block(8, 8))
     model.small = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model.mixed = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
-    assert equal_layers(model) == ("body.layers", "Block")
-    assert equal_layers(nn.Linear(2, 2)) == ("", "")
+    assert equal_layers(model) == (("body.layers", "head"), "Block")
+    assert equal_layers(nn.Linear(2, 2)) == ((), "")
     job = job_of()
-    site = replace(job.site, layer_path="body.layers", layer_class="Block")
+    site = replace(job.site, layer_paths=("body.layers", "head"), layer_class="Block")
     config = TrainingConfig(dp=8, zero=3, micro_batch=1, global_batch=16, seq=4096, recompute="full")
     for name in ("trainer", "accelerate", "lightning", "fsdp"):
         framework = FRAMEWORKS[name]

@@ -64,14 +64,14 @@ class FrameworkSpace:
 class Site:
     """What a configuration is written for: a model by its name, and where it runs.
 
-    layers: of the model, 0 if no stages are cut. layer_path, layer_class: the list that holds its equal layers, and
+    layers: of the model, 0 if no stages are cut. layer_paths, layer_class: the lists that hold its equal layers, and
     their class, "" if it is not known.
     """
 
     cluster: Cluster
     model: str
     layers: int = 0
-    layer_path: str = ""
+    layer_paths: tuple[str, ...] = ()
     layer_class: str = ""
 
     @property
@@ -112,7 +112,9 @@ class TransformerJob:
 
     @property
     def site(self) -> Site:
-        return Site(cluster=self.cluster, model=self.shape.name, layers=self.shape.layers, layer_path="model.layers")
+        return Site(
+            cluster=self.cluster, model=self.shape.name, layers=self.shape.layers, layer_paths=("model.layers",)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,10 @@
 `autopar.advice` has formulas for decoder transformers. Of any other model each policy that the framework has (DDP,
 ZeRO, FSDP) is a named configuration of it, planned and priced as every plan is. Larger micro-batches take less time and
 more memory: the largest that fits is looked for without recompute, and where not even one sample fits, with it. What is
-recomputed, or wrapped by itself, is an element of the model's list of layers.
+recomputed, or wrapped by itself, is an element of the model's lists of layers.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -65,9 +66,9 @@ def advise_model(
             f"{devices}"
         )
     tell = progress or (lambda _: None)
-    path, layer = equal_layers(model)
-    site = Site(cluster=cluster, model=type(model).__name__, layer_path=path, layer_class=layer)
-    kinds = framework.space.recompute if path else framework.space.recompute[:1]
+    paths, layer = equal_layers(model)
+    site = Site(cluster=cluster, model=type(model).__name__, layer_paths=paths, layer_class=layer)
+    kinds = framework.space.recompute if paths else framework.space.recompute[:1]
     best: list[PlannedConfiguration] = []
     too_large: list[PlannedConfiguration] = []
     left_out: list[str] = []
@@ -120,17 +121,20 @@ def advise_model(
     )
 
 
-def equal_layers(model: nn.Module) -> tuple[str, str]:
-    """The path of the list that holds most of the model's parameters in two or more modules of one class, and the name
-    of that class; "" and "" if there is none."""
-    found = [("", "", 0)]
+def equal_layers(model: nn.Module) -> tuple[tuple[str, ...], str]:
+    """Paths of the lists of two or more modules of one class, the class that holds most of the model's parameters in
+    such lists, and its name; () and "" if there is none."""
+    paths: dict[type[nn.Module], list[str]] = {}
+    sizes: Counter[type[nn.Module]] = Counter()
     for path, module in model.named_modules():
         classes = {type(child) for child in module.children()}
         if path and isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and len(classes) == 1:
-            size = sum(parameter.numel() for parameter in module.parameters())
-            found.append((path, classes.pop().__name__, size))
-    path, layer, _ = max(found, key=lambda each: each[2])
-    return path, layer
+            paths.setdefault(kind := classes.pop(), []).append(path)
+            sizes[kind] += sum(parameter.numel() for parameter in module.parameters())
+    if not paths:
+        return (), ""
+    kind = max(sizes, key=sizes.__getitem__)
+    return tuple(paths[kind]), kind.__name__
 
 
 def _recipe(sharding: Sharding) -> str | None:

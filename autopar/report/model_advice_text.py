@@ -44,7 +44,7 @@ def model_advice_text(
                 table.add_row(_words(row), seconds_text(row.seconds), f"{row.nbytes / 1e9:.1f}")
             parts.append(table)
     parts += [Text(f"left out: {reason}") for reason in advice.left_out]
-    if not advice.site.layer_path:
+    if not advice.site.layer_paths:
         parts.append(
             Text(
                 "the model has no list of layers of one class: no part is wrapped or recomputed by itself, and FSDP "

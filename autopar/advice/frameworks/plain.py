@@ -7,6 +7,7 @@ from autopar.cost_models.training_config import TrainingConfig
 HEAD = """import torch
 from torch.distributed.device_mesh import init_device_mesh
 """
+EACH = "for layer in itertools.chain(*lists):"
 DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 TENSOR = """
 # Column and row parallel products of a Llama-like model's layers.
@@ -29,8 +30,8 @@ def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[Confi
     ]
     used = [(name, size) for name, size in dims if size > 1] or [("shard", 1)]
     sizes, names = tuple(size for _, size in used), tuple(name for name, _ in used)
-    layers = f'model.get_submodule("{site.layer_path}")'
-    lines = [HEAD]
+    walked = bool(site.layer_paths) and (config.zero > 0 or config.tp > 1)
+    lines = ["import itertools\n\n"] * walked + [HEAD]
     if config.zero:
         imported = ["CPUOffloadPolicy"] * (config.offload == "all") + ["MixedPrecisionPolicy"] * (
             config.precision in DTYPES
@@ -52,12 +53,16 @@ def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[Confi
         f"    mesh = init_device_mesh(device, {sizes}, mesh_dim_names={names})\n"
     )
     body: list[str] = []
-    if site.layer_path and (config.zero or config.tp > 1 or config.recompute == "full"):
-        body.append(f"layers = {layers}")
+    if walked or config.recompute == "full":
+        body.append(f"lists = [model.get_submodule(path) for path in {site.layer_paths}]")
     if config.tp > 1:
-        body += ["for layer in layers:", '    parallelize_module(layer, mesh["tensor"], plan)']
+        body += [EACH, '    parallelize_module(layer, mesh["tensor"], plan)']
     if config.recompute == "full":
-        body += ["for index, layer in enumerate(layers):", "    layers[index] = checkpoint_wrapper(layer)"]
+        body += [
+            "for layers in lists:",
+            "    for index, layer in enumerate(layers):",
+            "        layers[index] = checkpoint_wrapper(layer)",
+        ]
     body += _sharded(site, config, names) if config.zero else _replicated(config)
     lines += [f"    {line}\n" for line in body]
     return (ConfigFile(name="distribute.py", text="".join(lines), language="python"),)
@@ -72,8 +77,8 @@ def _sharded(site: Site, config: TrainingConfig, names: tuple[str, ...]) -> list
         lines.append(f'options["mp_policy"] = {policy}')
     if config.offload == "all":
         lines.append('options["offload_policy"] = CPUOffloadPolicy()')
-    if site.layer_path:
-        lines += ["for layer in layers:", "    fully_shard(layer, **options)"]
+    if site.layer_paths:
+        lines += [EACH, "    fully_shard(layer, **options)"]
     return [*lines, "return fully_shard(model, **options)"]
 
 
