@@ -25,6 +25,7 @@ import numpy.typing as npt
 from autopar.cost_models.algorithms import ALGORITHMS, LIBRARIES, Hop, RankGroup
 from autopar.cost_models.links import Crossing, Links
 from autopar.errors import ArgumentError
+from autopar.values.choices import near
 from autopar.values.link import Line
 
 KINDS = tuple(ALGORITHMS)
@@ -283,7 +284,7 @@ def _meet(a: Form, b: Form) -> float:
 
 def _require_kind(kind: str) -> None:
     if kind not in KINDS:
-        raise ArgumentError(f"collective {kind!r} is unknown; choose one of {', '.join(KINDS)}")
+        raise ArgumentError(f"collective {kind!r} is unknown; choose one of {', '.join(KINDS)}{near(kind, KINDS)}")
 
 
 def _require_nbytes(kind: str, nbytes: float) -> None:

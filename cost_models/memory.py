@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.cost_models.compute import Rates
-from autopar.errors import ArgumentError
+from autopar.values.choices import check_choice
 from autopar.values.train_config import FUSED, NUM_STATES, STATES
 
 KERNELS: dict[str, tuple[int, ...]] = {
@@ -117,8 +117,7 @@ def fused_update_nbytes(num_states: int, element_size: int) -> int:
 
 
 def _require_known(optimizer: str) -> None:
-    if optimizer not in NUM_STATES:
-        raise ArgumentError(f"optimizer {optimizer!r} is unknown; choose one of {', '.join(NUM_STATES)}")
+    check_choice("optimizer", optimizer, NUM_STATES)
 
 
 def _total_before(

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from autopar.cost_models.transformer import TransformerShape
 from autopar.errors import ArgumentError
+from autopar.values.choices import near
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, positions: int = 2048) -> TransformerShape:
@@ -51,5 +52,5 @@ def named_shape(name: str) -> TransformerShape:
         ArgumentError: if there is none.
     """
     if name not in _SHAPES:
-        raise ArgumentError(f"model {name!r} is not one of {', '.join(NAMES)}, nor hf:config.json")
+        raise ArgumentError(f"model {name!r} is not one of {', '.join(NAMES)}, nor hf:config.json{near(name, NAMES)}")
     return replace(_SHAPES[name], name=name)

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import ArgumentError
+from autopar.values.choices import check_choice
 
 Ints = NDArray[np.int64]
 KINDS = ("F", "B", "I", "W")
@@ -128,8 +129,7 @@ def make_order(name: str, num_ranks: int, num_microbatches: int, stages_per_rank
     Raises:
         ArgumentError: if there is no such schedule, or it does not run with these numbers.
     """
-    if name not in SCHEDULES:
-        raise ArgumentError(f"pipeline schedule {name!r} is unknown; choose one of {', '.join(SCHEDULES)}")
+    check_choice("pipeline schedule", name, SCHEDULES)
     if min(num_ranks, num_microbatches, stages_per_rank) < 1:
         raise ArgumentError(
             f"schedule {name}: {num_ranks} ranks, {num_microbatches} micro-batches and {stages_per_rank} stages a "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from autopar.cost_models.transformer import TransformerShape, layer_parameters
 from autopar.errors import ArgumentError, BatchError, MeshError
+from autopar.values.choices import near
 from autopar.values.domains import POSITIVE, checked_number
 
 RECOMPUTE = ("none", "selective", "full", "op", "alternate")
@@ -113,8 +114,9 @@ class TrainingConfig:
             ("schedule", SCHEDULES), ("fusion", FUSION), ("zero", (0, 1, 2, 3)), ("overlap_tensor", TENSOR_OVERLAP),
             ("offload", OFFLOAD),
         ):  # fmt: skip
-            if getattr(self, field) not in known:
-                raise ArgumentError(f"{field} {getattr(self, field)!r} is not one of {', '.join(map(str, known))}")
+            if (value := getattr(self, field)) not in known:
+                names = [str(one) for one in known]
+                raise ArgumentError(f"{field} {value!r} is not one of {', '.join(names)}{near(str(value), names)}")
         if self.global_batch % (self.dp * self.micro_batch):
             raise BatchError(
                 f"global batch {self.global_batch} is not divisible by {self.dp} data-parallel ranks x micro-batch "

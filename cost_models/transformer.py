@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import ArgumentError
+from autopar.values.choices import near
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +142,10 @@ def shape_from_config(config: Mapping[str, Any], name: str = "model") -> Transfo
     """
     kind = config.get("model_type")
     if kind not in READERS:
-        raise ArgumentError(f"{name}: model_type {kind!r} has no shape here; known are {', '.join(sorted(READERS))}")
+        known = sorted(READERS)
+        raise ArgumentError(
+            f"{name}: model_type {kind!r} has no shape here; known are {', '.join(known)}{near(str(kind), known)}"
+        )
     names = {**_NAMES, **READERS[kind]["names"]}
     required = ("hidden", "layers", "heads", "vocab")
     missing = [names[key] for key in required if config.get(names[key]) is None]

@@ -106,7 +106,7 @@ def test_json_is_pure_in_a_process_of_its_own(llama: str) -> None:
 
 BAD = {
     "no such config": (["plan", "hf:/nowhere", *PLAN], "there is no /nowhere"),
-    "cluster": (["plan", "{model}", "--cluster", "8xh1000"], "is neither a preset nor a TOML file"),
+    "cluster": (["plan", "{model}", "--cluster", "8h100"], "a TOML file; did you mean 8xh100? A preset is"),
     "mesh and cluster": (
         ["plan", "{model}", "--cluster", "4xcpu", "--mesh", "2x4"],
         "has 8 ranks, not the 4 devices of 4xcpu",
@@ -117,7 +117,16 @@ BAD = {
         "unknown precision 'fp16'; choose one of fp32, bf16",
     ),
     "optimizer": (["plan", "{model}", *PLAN, "--optimizer", "adamv"], "did you mean adam, adamw, adam-fused?"),
-    "baseline": (["plan", "{model}", *PLAN, "--baseline", "dpp"], "unknown baseline 'dpp'; choose one of ddp, fsdp"),
+    "baseline": (["plan", "{model}", *PLAN, "--baseline", "dpp"], "keys as in fsdp:zero=2; did you mean ddp"),
+    "baseline's schedule": (
+        ["plan", "{model}", *PLAN, "--baseline", "ddp:pp=2,schedule=1fb1"],
+        "schedule '1fb1' is none of gpipe, 1f1b, interleaved-1f1b, zbv; did you mean 1f1b",
+    ),
+    "schedule": (
+        ["plan", "{model}", "--cluster", "4xcpu", "--mesh", "auto", "--schedule", "1fb1"],
+        "did you mean 1f1b",
+    ),
+    "launcher": (["launch", "out", "--with", "slrum"], "unknown launcher 'slrum'; choose one of torchrun, slurm"),
     "baseline's key": (
         ["verify", "{model}", "--mesh", "2x2", "--baseline", "ddp:tp=2"],
         "'tp=2' is no key of ddp",

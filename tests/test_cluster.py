@@ -234,15 +234,28 @@ def test_the_form_shown_in_messages_is_a_valid_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["h100", "8xh101", "0x", "8xh100x8", "", "2x2x2xh100", "2x8xh100@11gbe", "2x8xh100@nvlink4"]
+    ("text", "meant"),
+    [
+        ("8h100", "8xh100"),
+        ("64 x 8*H100", "64x8xh100"),
+        ("h100", "8xh100"),
+        ("8xh101", "8xh100"),
+        ("8xh100x8", "8xh100"),
+        ("2x8xh100@11gbe", "2x8xh100@10gbe"),
+        ("2x8xh100@infiniband", "2x8xh100@infiniband-ndr"),
+        *((text, None) for text in ("0x", "", "gpu", "my-machine", "2x2x2xh100", "2x8xh100@nvlink4", "x" * 5000)),
+    ],
 )
-def test_an_unknown_text_is_answered_with_the_presets_and_the_form(text: str) -> None:
+def test_an_unknown_text_is_answered_with_the_presets_and_what_is_near_or_the_form(
+    text: str, meant: str | None
+) -> None:
     with pytest.raises(ClusterError) as caught:
         load_cluster(text)
     message = str(caught.value)
     assert repr(text) in message
     assert all(name in message for name in preset_devices() + preset_networks())
-    assert TOML_FORM in message
+    assert (f"; did you mean {meant}" in message) == (meant is not None)
+    assert (TOML_FORM in message) == (meant is None)
 
 
 @pytest.mark.parametrize(

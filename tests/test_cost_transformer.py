@@ -89,8 +89,8 @@ def test_what_no_shape_is_known_for_is_refused() -> None:
         shape_from_config({"model_type": "mamba"})
     with pytest.raises(ArgumentError, match="has no hidden_size, vocab_size"):
         shape_from_config({"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 2})
-    with pytest.raises(ArgumentError, match="'gpt-5' is not one of gpt2"):
-        named_shape("gpt-5")
+    with pytest.raises(ArgumentError, match=r"'llama3-8b' is not one of gpt2.*; did you mean llama-3-8b"):
+        named_shape("llama3-8b")
     with pytest.raises(ArgumentError, match="6 heads are not a multiple of 4 key/value heads"):
         TransformerShape(layers=1, hidden=6, heads=6, kv_heads=4, head_dim=1, ffn=1, vocab=1)
 

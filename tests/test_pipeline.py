@@ -257,7 +257,7 @@ def test_a_thousand_ranks() -> None:
 
 
 def test_orders_that_cannot_be() -> None:
-    with pytest.raises(ArgumentError, match="'pipedream' is unknown; choose one of gpipe"):
+    with pytest.raises(ArgumentError, match="'pipedream'; choose one of gpipe"):
         make_order("pipedream", 2, 4)
     with pytest.raises(ArgumentError, match="in 2 equal rounds, which 9 are not; use"):
         make_order("interleaved-1f1b", 4, 9, 2)

@@ -25,9 +25,10 @@ from autopar.api.arguments import checked_numbers
 from autopar.api.captures import values_of
 from autopar.api.distributed_tree import ITSELF, MODULE, OWN, become, follow, hold, itself, take_over
 from autopar.api.model_plan import ModelPlan, plan_from_text
-from autopar.api.planning import check_choice, distribute, plan
+from autopar.api.planning import distribute, plan
 from autopar.errors import ArgumentError, AutoparError, BatchError, OptimizerError, RankError
 from autopar.values.calls import Call, call_of
+from autopar.values.choices import check_choice
 from autopar.values.cluster import Cluster, load_cluster, resized
 from autopar.values.plan import Plan
 from autopar.values.train_config import NUM_STATES

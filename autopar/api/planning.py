@@ -15,8 +15,8 @@ from autopar.api.checked import Compared, check_call
 from autopar.api.model_plan import ModelPlan, model_plan
 from autopar.api.pinning import asked_pipelines, pins_given
 from autopar.errors import ArgumentError, BatchError, InfeasibleError, PassError, SearchTimeoutError
-from autopar.models.overrides import near
 from autopar.values.calls import call_of
+from autopar.values.choices import check_choice
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.estimate import ONE_DEVICE
 from autopar.values.graph import CapturedModel
@@ -356,9 +356,3 @@ def out_of_time(error: SearchTimeoutError, seconds: float | None) -> SearchTimeo
     bound = f": every one takes {error.bound:.4g} s or more" if 0 < error.bound < float("inf") else ""
     said = f"no plan was found in the {seconds:g} s given{bound}; give more seconds, or more memory"
     return SearchTimeoutError(said, bound=error.bound)
-
-
-def check_choice(what: str, value: str, choices: Any) -> None:
-    """Raises ArgumentError, naming the choices, if `value` is none of them."""
-    if not isinstance(value, str) or value not in choices:
-        raise ArgumentError(f"unknown {what} {value!r}; choose one of {', '.join(choices)}{near(str(value), choices)}")

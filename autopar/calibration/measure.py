@@ -23,6 +23,7 @@ from autopar.calibration.timing import Tell
 from autopar.errors import ArgumentError, AutoparError, MeshError, RankError
 from autopar.runtime.agreement import agree
 from autopar.runtime.launch import device as own_device
+from autopar.values.choices import near
 from autopar.values.cluster import preset_devices
 from autopar.values.domains import Domain, checked_number
 
@@ -55,7 +56,10 @@ class Effort:
             )
         for what, given, known in (("collective", self.kinds, KINDS), ("dtype", self.dtypes, tuple(DTYPES))):
             if not given or set(given) - set(known):
-                raise ArgumentError(f"{what} {', '.join(given) or 'none'}: choose some of {', '.join(known)}")
+                wrong = next((name for name in given if name not in known), "")
+                raise ArgumentError(
+                    f"{what} {', '.join(given) or 'none'}: choose some of {', '.join(known)}{near(wrong, known)}"
+                )
 
 
 BRIEF = Effort(num_sizes=5, num_rounds=3, dtypes=("fp32",))

@@ -14,6 +14,7 @@ from autopar.cli.ending import console_of, one_answer
 from autopar.cli.options import check_options
 from autopar.cli.parameters import MACHINE, OUTPUT, Json, option
 from autopar.errors import ArgumentError
+from autopar.values.choices import check_choice
 
 if TYPE_CHECKING:  # the command line is there before torch is
     from autopar.launch import Job
@@ -78,8 +79,7 @@ def launch(
     arguments: Annotated[list[str] | None, typer.Argument(help="after --: for the folder's train.py")] = None,
 ) -> None:
     """Start an exported folder, or write what starts it: torchrun and mpirun run here, other launchers get a file."""
-    if kind not in NAMED:
-        raise ArgumentError(f"unknown launcher {kind!r}; choose one of {', '.join(NAMED)}")
+    check_choice("launcher", kind, NAMED)
     check_options(per_node=per_node, port=port, restarts=restarts)
     console = console_of(as_json)
     with one_answer(as_json) as answer:

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from autopar.api.checked import check_spec
-from autopar.api.planning import check_choice
 from autopar.api.planning import plan as make_plan
 from autopar.errors import ArgumentError
 from autopar.models import load_model
 from autopar.models.places import seen_from
 from autopar.search.asked_mesh import asked_mesh
 from autopar.search.joint.workers import started
+from autopar.values.choices import check_choice
 from autopar.values.cluster import load_cluster
 from autopar.values.precision import PRECISIONS
 

@@ -14,7 +14,6 @@ from autopar.api.captures import captured_model, values_of
 from autopar.api.checked import run_before
 from autopar.api.model_plan import ModelPlan, load_plan
 from autopar.api.pinning import asked_pipelines
-from autopar.api.planning import check_choice
 from autopar.errors import ArgumentError, FidelityError, InfeasibleError, MeshError, PlanMismatchError
 from autopar.lower.legality import check_legal
 from autopar.lower.program import make_program
@@ -28,6 +27,7 @@ from autopar.search.known.staged_baselines import make_configuration
 from autopar.search.planner import make_plan
 from autopar.search.search_options import SearchOptions
 from autopar.values.calls import Call
+from autopar.values.choices import check_choice
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.inputs import bind_inputs

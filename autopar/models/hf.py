@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import ArgumentError, AutoparError, ModelSpecError
-from autopar.models.overrides import apply_override, near
+from autopar.models.overrides import apply_override
+from autopar.values.choices import near
 from autopar.values.precision import model_in_dtype
 from autopar.values.schema import file_text, json_value
 

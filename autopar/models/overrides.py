@@ -2,17 +2,11 @@
 
 import ast
 import json
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from typing import Any
 
 from autopar.errors import ArgumentError
-
-
-def near(word: str, known: Iterable[str]) -> str:
-    """`; did you mean a, b?`, or nothing if no known word is close."""
-    close = get_close_matches(word, list(known), n=3, cutoff=0.5)
-    return f"; did you mean {', '.join(close)}?" if close else ""
+from autopar.values.choices import near
 
 
 def parse_literal(text: str) -> Any:

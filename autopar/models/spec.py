@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from autopar.capture.user_frame import user_frame
 from autopar.errors import ArgumentError, AutoparError, ModelSpecError
-from autopar.models.overrides import near, parse_literal
+from autopar.models.overrides import parse_literal
+from autopar.values.choices import check_choice, near
 from autopar.values.precision import PRECISIONS, Precision, in_dtype, model_in_dtype, stored_as
 
 FORMS = "name a model as file.py:function, module:function or hf:config.json"
@@ -56,9 +57,8 @@ def load_model(
         ModelSpecError: if the spec is of none of these forms, or names nothing that can be built.
         ArgumentError: if batch, seq, precision or an override does not fit the model.
     """
-    dtypes = PRECISIONS.get(precision)
-    if dtypes is None:
-        raise ArgumentError(f"unknown precision {precision!r}; use one of {', '.join(PRECISIONS)}")
+    check_choice("precision", precision, PRECISIONS)
+    dtypes = PRECISIONS[precision]
     for name, value in (("batch", batch), ("seq", seq)):
         if value is not None and value < 1:
             raise ArgumentError(f"{name} {value} is not a positive number")

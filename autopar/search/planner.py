@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from autopar.errors import ArgumentError, InfeasibleError, MeshError, SearchTimeoutError
+from autopar.errors import InfeasibleError, MeshError, SearchTimeoutError
 from autopar.lower.program import Program, make_program
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer, make_pricer
@@ -31,6 +31,7 @@ from autopar.search.recursion.ways import SEARCHED_AXES
 from autopar.search.search_options import LATER, SOLVERS, SearchAim, SearchOptions
 from autopar.search.timeline.buckets import bucketed
 from autopar.search.timeline.named_in_buckets import named_in_buckets
+from autopar.values.choices import check_choice
 from autopar.values.cluster import Cluster
 from autopar.values.gigabytes import gigabytes, least_gigabytes
 from autopar.values.graph import CapturedModel, called_name
@@ -62,8 +63,7 @@ def make_plan(
             f"mesh {mesh} has {mesh.size} ranks, cluster {cluster.name} has {cluster.num_devices} devices; "
             "choose a mesh whose sizes multiply to the number of devices"
         )
-    if options.solver not in SOLVERS:
-        raise ArgumentError(f"unknown solver {options.solver!r}; choose one of {', '.join(SOLVERS)}")
+    check_choice("solver", options.solver, SOLVERS)
     pricer = make_pricer(mesh=mesh, cluster=cluster, config=config, in_buckets=options.buckets)
     return plan_program(make_program(captured), pricer, options)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import ClusterError, MeshError
+from autopar.values.choices import LONGEST, near, near_words
 from autopar.values.cluster_tables import ClusterTable, DeviceTable, figure_line, figures, quote, sourced
 from autopar.values.device import Device
 from autopar.values.domains import MOST_DEVICES
@@ -57,6 +58,9 @@ PRESET = re.compile(
     r"(?:(?P<nodes>\d{1,18})x)?(?P<per_node>\d{1,18})x(?P<device>[a-z][a-z0-9-]*)(?:@(?P<network>[a-z0-9-]+))?"
 )
 
+NEARLY = re.compile(r"(?P<sizes>(?:\d+[x*])*\d*)[x*]?(?P<device>[a-z][a-z0-9-]*)(?:@(?P<network>[a-z0-9-]*))?")
+"""What may have been meant as a preset: `8h100`, `8*h100`, `h100`, a name that is misspelled."""
+
 LIBRARIES = ("nccl", "gloo", "mpi", "any")
 
 
@@ -71,7 +75,10 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.library not in LIBRARIES:
-            raise ClusterError(f"cluster {self.name}: library {self.library!r} is none of {', '.join(LIBRARIES)}")
+            raise ClusterError(
+                f"cluster {self.name}: library {self.library!r} is none of {', '.join(LIBRARIES)}"
+                f"{near(self.library, LIBRARIES)}"
+            )
         if not self.levels:
             raise ClusterError(f"cluster {self.name} has no link level; one device is one level of size 1")
         if self.num_devices > MOST_DEVICES:
@@ -147,13 +154,28 @@ def load_preset(name: str) -> Cluster:
     """
     match = PRESET.fullmatch(name.strip().lower())
     if match is None or match["device"] not in preset_devices() or match["network"] not in (None, *preset_networks()):
+        meant = near_presets(name)
         raise ClusterError(
-            f"cluster {name!r} is neither a preset nor a TOML file. A preset is NODESxDEVICESxNAME or DEVICESxNAME "
-            f"(64x8xh100, 8xh100) with NAME one of {', '.join(preset_devices())}; behind several nodes may stand "
-            f"@NETWORK (8x4xrtx2080ti@10gbe), one of {', '.join(preset_networks())}; "
-            f"a TOML file looks like this:\n{TOML_FORM}"
+            f"cluster {name!r} is neither a preset nor a TOML file"
+            + (f"; did you mean {', '.join(meant)}?" if meant else ".")
+            + " A preset is NODESxDEVICESxNAME or DEVICESxNAME (64x8xh100, 8xh100) with NAME one of "
+            + f"{', '.join(preset_devices())}; behind several nodes may stand @NETWORK (8x4xrtx2080ti@10gbe), one of "
+            + ", ".join(preset_networks())
+            + ("" if meant else f"; a TOML file looks like this:\n{TOML_FORM}")
         )
     return _from_preset(name.strip().lower(), match)
+
+
+def near_presets(name: str) -> list[str]:
+    """Presets that a text which is none may mean, the closest first; of a device's bare name 8 of them."""
+    match = NEARLY.fullmatch(name.replace(" ", "").lower()) if len(name) <= LONGEST else None
+    if match is None or not (match["sizes"] or match["device"] in preset_devices()):
+        return []
+    sizes = match["sizes"].replace("*", "x").strip("x") or "8"
+    devices = near_words(match["device"], preset_devices())
+    networks = [""] if match["network"] is None else [f"@{n}" for n in near_words(match["network"], preset_networks())]
+    found = [f"{sizes}x{device}{network}" for device in devices for network in networks]
+    return [preset for preset in found if PRESET.fullmatch(preset)][:3]
 
 
 def _is_file(name: str) -> bool:
@@ -210,6 +232,7 @@ def _from_file(path: Path) -> Cluster:
         if device not in preset_devices():
             raise ClusterError(
                 f"{where}: device {device!r} is not one of {', '.join(preset_devices())}; give a [device] table"
+                f"{near(device, preset_devices())}"
             )
         hardware = _hardware(device)
         device, library = _device_table(hardware, where), library or hardware.get("library")

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import ClusterError
+from autopar.values.choices import near
 
 SCOPES = ("node", "network")
 
@@ -82,7 +83,9 @@ class LinkLevel:
         require_not_negative(self.launch, f"{where}: launch")
         require_not_negative(self.skew, f"{where}: skew")
         if self.scope not in SCOPES:
-            raise ClusterError(f"{where}: scope {self.scope!r} is none of {', '.join(SCOPES)}")
+            raise ClusterError(
+                f"{where}: scope {self.scope!r} is none of {', '.join(SCOPES)}{near(self.scope, SCOPES)}"
+            )
         for algorithm, kind, members in {(line.algorithm, line.kind, line.members) for line in self.lines}:
             own = [x for x in self.lines if (x.algorithm, x.kind, x.members) == (algorithm, kind, members)]
             _require_every_size(own, f"{where}: lines of {algorithm or 'any algorithm'}, {kind or 'any collective'}")

@@ -20,6 +20,7 @@ from importlib import resources
 from typing import Any
 
 from autopar.errors import ClusterError
+from autopar.values.choices import near
 from autopar.values.cluster_tables import LevelTable, LineTable, Sources, figure_line, figures, figures_toml, quote
 from autopar.values.link import Line, LinkLevel
 from autopar.values.schema import checked
@@ -50,7 +51,8 @@ def link_table(name: str, where: str) -> dict[str, Any]:
         ClusterError: if there is no such interconnect.
     """
     if name not in preset_links():
-        raise ClusterError(f"{where}: link {name!r} is unknown; choose one of {', '.join(preset_links())}")
+        links = preset_links()
+        raise ClusterError(f"{where}: link {name!r} is unknown; choose one of {', '.join(links)}{near(name, links)}")
     file = resources.files("autopar.cost_models") / "interconnects" / f"{name}.toml"
     return tomllib.loads(file.read_text(encoding="utf-8"))
 

@@ -16,12 +16,12 @@ Pins of several lines hold together. `forbid` and `demand` name techniques.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from autopar.errors import PinError
+from autopar.values.choices import near
 from autopar.values.lifetimes import LIFETIMES
 from autopar.values.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard
 from autopar.values.schema import Word, of_file
@@ -128,12 +128,6 @@ class LiftedPins(Pins):
     blocks told apart by all, so that what the others cost can be said. They are in no file."""
 
     lifted: tuple[int, ...] = ()
-
-
-def near(word: str, known: Iterable[str]) -> str:
-    """`; did you mean a, b?`, or nothing if no known word is close."""
-    close = get_close_matches(word, list(dict.fromkeys(known)), n=3, cutoff=0.5)
-    return f"; did you mean {', '.join(close)}?" if close else ""
 
 
 def pins_of(given: Pins | Mapping[str, Any] | None) -> Pins:

@@ -1,6 +1,7 @@
 """Which schedules does a pipeline have, which rank runs which stage, and how many micro-batches does each take?"""
 
 from autopar.errors import ArgumentError
+from autopar.values.choices import check_choice
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zbv")
 
@@ -16,8 +17,7 @@ def stage_ranks(schedule: str, pipeline: int, num_stages: int) -> tuple[int, ...
     Raises:
         ArgumentError: for an unknown schedule, or a number of stages that it cannot run on so many ranks.
     """
-    if schedule not in SCHEDULES:
-        raise ArgumentError(f"schedule {schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}")
+    check_choice("schedule", schedule, SCHEDULES)
     each, rest = divmod(num_stages, pipeline)
     fits = {"zbv": each == 2, "interleaved-1f1b": each >= 2}.get(schedule, each == 1)
     if rest or not fits:

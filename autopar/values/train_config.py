@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from autopar.errors import ArgumentError
+from autopar.values.choices import check_choice
 from autopar.values.pins import NO_PINS, Pins
 from autopar.values.schema import of_file
 
@@ -30,8 +30,8 @@ class TrainConfig:
     """What a person decided: every search stays within it, as within the memory limit."""
 
     def __post_init__(self) -> None:
-        if self.reduce_dtype is not None and self.reduce_dtype not in REDUCE_SIZES:
-            raise ArgumentError(f"unknown reduce_dtype {self.reduce_dtype!r}; choose one of {', '.join(REDUCE_SIZES)}")
+        if self.reduce_dtype is not None:
+            check_choice("reduce_dtype", self.reduce_dtype, REDUCE_SIZES)
 
     @property
     def dtypes(self) -> str:

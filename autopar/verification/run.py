@@ -26,6 +26,7 @@ from autopar.errors import ArgumentError, AutoparError, MeshError, RankError
 from autopar.oracle import TrainedStep
 from autopar.runtime import init
 from autopar.runtime.launch import environment, meeting_place, new_processes
+from autopar.values.choices import check_choice
 from autopar.values.domains import MOST_PROCESSES
 from autopar.values.graph import CapturedModel
 from autopar.values.plan import Plan
@@ -64,8 +65,7 @@ def verify_plans(
         MeshError: if it is "cuda" and torch sees no GPU.
         RankError: if a process dies or a plan takes longer than `timeout_seconds`.
     """
-    if device not in DEVICES:
-        raise ArgumentError(f"plans are to be verified on {device!r}: choose one of {', '.join(DEVICES)}")
+    check_choice("device", device, DEVICES)
     if device == "cuda" and not torch.cuda.is_available():
         raise MeshError("plans are to be verified on cuda, and torch sees no GPU on this machine; leave device out")
     sizes = {plan.world for plan in plans.values()}

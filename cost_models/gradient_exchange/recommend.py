@@ -25,6 +25,7 @@ from autopar.cost_models.gradient_exchange.parameter_server import ParameterServ
 from autopar.cost_models.gradient_exchange.wait_free import WaitFree
 from autopar.cost_models.links import Links
 from autopar.errors import ArgumentError
+from autopar.values.choices import near
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,9 @@ def recommend(
     known = {schedule.name: schedule for schedule in schedules()}
     wanted = tuple(only) or tuple(known)
     if unknown := [name for name in wanted if name not in known]:
-        raise ArgumentError(f"exchange schedule {unknown[0]!r} is unknown; choose from {', '.join(known)}")
+        raise ArgumentError(
+            f"exchange schedule {unknown[0]!r} is unknown; choose from {', '.join(known)}{near(unknown[0], known)}"
+        )
     choices = []
     for architecture in architectures(network, spare_machines, links):
         for name in wanted:

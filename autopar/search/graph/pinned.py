@@ -17,8 +17,8 @@ from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.storages import input_layouts, storages
 from autopar.search.graph.options import EVERYTHING, Allowed, Restriction, axis_choices
 from autopar.search.graph.problem import Problem
+from autopar.values.choices import near
 from autopar.values.mesh import Mesh
-from autopar.values.pins import near
 from autopar.values.placement import Layout, Shard
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from autopar.errors import ArgumentError
 from autopar.search.meshes import Arrangement, arrangements
+from autopar.values.choices import near
 from autopar.values.cluster import Cluster
 from autopar.values.mesh import Mesh
 
@@ -62,7 +63,10 @@ def candidates(
     """All problems of a schedule. Of auto those of 1f1b (gpipe takes as long and more memory), and those of interleaved
     stages that fill the pipeline with fewest micro-batches on a mesh of fewest axes."""
     if schedule not in ("auto", *SEARCHED):
-        raise ArgumentError(f"schedule {schedule!r} is not searched; choose auto or one of {', '.join(SEARCHED)}")
+        raise ArgumentError(
+            f"schedule {schedule!r} is not searched; choose auto or one of {', '.join(SEARCHED)}"
+            f"{near(schedule, ('auto', *SEARCHED))}"
+        )
     out = []
     every = arrangements(cluster, pipelines)
     for arrangement in every:

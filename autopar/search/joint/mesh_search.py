@@ -30,10 +30,11 @@ from autopar.search.microbatches import with_reason
 from autopar.search.planner import compare, plan_program
 from autopar.search.search_options import LATER, SearchOptions, silent
 from autopar.search.staged.stages import block_starts, written_text
+from autopar.values.choices import near
 from autopar.values.cluster import Cluster
 from autopar.values.divisors import divisors
 from autopar.values.graph import CapturedModel
-from autopar.values.pins import Pins, near
+from autopar.values.pins import Pins
 from autopar.values.plan import Plan, one_stage
 from autopar.values.schedules import check_microbatches
 from autopar.values.search_report import LeastInTurn, SpaceSearched

@@ -22,6 +22,7 @@ from typing import Literal
 from autopar.cost_models.training_config import ALIASES, TRUTH
 from autopar.errors import ArgumentError, BatchError, MeshError
 from autopar.search.pipeline_parts import devices_text, part_of
+from autopar.values.choices import near
 from autopar.values.cluster import Cluster
 from autopar.values.mesh import Mesh, make_mesh
 from autopar.values.schedules import SCHEDULES, check_microbatches, stage_ranks
@@ -169,6 +170,7 @@ def parse_configuration(text: str) -> NamedConfiguration:
     if kind not in KINDS:
         raise ArgumentError(
             f"unknown baseline {kind!r}; choose one of {', '.join(KINDS)}, each with keys as in fsdp:zero=2"
+            f"{near(kind, KINDS)}"
         )
     known = (*KINDS[kind], *COMMON)
     given: dict[str, object] = {}
@@ -223,7 +225,8 @@ def _value(text: str, key: str, value: str) -> object:
     }
     if key in choices:
         if value not in choices[key]:
-            raise ArgumentError(f"baseline {text}: {key} {value!r} is none of {', '.join(choices[key])}")
+            known = choices[key]
+            raise ArgumentError(f"baseline {text}: {key} {value!r} is none of {', '.join(known)}{near(value, known)}")
         return TRUTH[value] if key == "sequence_parallel" else int(value) if key == "zero" else value
     if not value.isdecimal() or int(value) < 1:
         raise ArgumentError(f"baseline {text}: {key} {value!r} is not a whole number from 1 on")
