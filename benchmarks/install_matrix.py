@@ -1,11 +1,13 @@
 """Does `pip install autopar` work with each torch and transformers? Fresh environments, from a built wheel and sdist.
 
     python -m benchmarks.install_matrix --torch 2.13.0,2.14.1 --transformers 5.0.0,5.24.0 --out docs/results/install.md
+    python -m benchmarks.install_matrix --torch 2.14.1 --transformers 5.0.0 --sources wheel --out ...    # one row
 
 For each torch a fresh environment, removed before the next: torch as pip finds it (its CPU build where there is one),
-then for each transformers autopar from the wheel, `autopar --version`, `autopar plan` of a small `hf:` model for two
-CPU processes, and `autopar verify` of that plan on two processes. With the last transformers the same from the sdist.
-What does not install is a row that says so. torch from PyPI brings up to 6 GB of CUDA libraries.
+then for each transformers autopar from the wheel, `autopar --version`, `autopar plan --baseline fsdp` of a small `hf:`
+model for two CPU processes, and `autopar verify` of that plan on two processes. With the last transformers the same
+from the sdist. What does not install is a row that says so. Rows that `--out` has of other combinations stay. torch
+from PyPI brings up to 6 GB of CUDA libraries.
 """
 
 import argparse
@@ -16,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,6 @@ class Cell:
     installed: str = ""
     plan: str = ""
     verify: str = ""
-    seconds: float = 0.0
 
 
 class StepError(Exception):
@@ -88,8 +88,8 @@ def build(folder: Path) -> dict[str, Path]:
     return {"wheel": wheel, "sdist": sdist}
 
 
-def cells(built: dict[str, Path], torch: str, others: Sequence[str]) -> Iterator[Cell]:
-    """Of one torch."""
+def cells(built: dict[str, Path], torch: str, others: Sequence[str], sources: Sequence[str]) -> Iterator[Cell]:
+    """Of one torch: every transformers from the wheel, the last from the sdist, of `sources`."""
     with tempfile.TemporaryDirectory(prefix="autopar-matrix-") as name:
         environment = Environment(Path(name))
         try:
@@ -99,9 +99,9 @@ def cells(built: dict[str, Path], torch: str, others: Sequence[str]) -> Iterator
             return
         rows = [(other, "wheel") for other in others] + [(others[-1], "sdist")]
         for other, source in rows:
-            began = time.perf_counter()
-            cell = measured(environment, built[source], torch, other)
-            yield Cell(torch=torch, transformers=other, source=source, seconds=time.perf_counter() - began, **cell)
+            if source in sources:
+                cell = measured(environment, built[source], torch, other)
+                yield Cell(torch=torch, transformers=other, source=source, **cell)
 
 
 def install_torch(environment: Environment, torch: str) -> None:
@@ -124,50 +124,77 @@ def measured(environment: Environment, built: Path, torch: str, transformers: st
         step = "plan"
         small = ("hf:config.json", "--seq", "16")
         shutil.rmtree(environment.work / "out", ignore_errors=True)
-        body = json.loads(environment.autopar("plan", *small, "--cluster", "2xcpu", "--out", "out", "--json"))
+        asked = (*small, "--cluster", "2xcpu", "--baseline", "fsdp", "--out", "out", "--json")
+        body = json.loads(environment.autopar("plan", *asked))
         said[step] = f"ok, {len(body['stages'][0]['layouts'])} tensors laid out"
         step = "verify"
         checked = json.loads(environment.autopar("verify", *small, "--plan", "out/plan.json", "--json"))
-        said[step] = f"ok, gradients {checked['gradient_error']:.0e}" if checked["passed"] else "DIFFERS"
+        calls = sum(sent["calls"] for sent in checked["plans"][0]["sent"].values())
+        ok = f"ok, gradients {checked['gradient_error']:.0e}, {calls} collectives a step"
+        said[step] = ok if checked["passed"] else "DIFFERS"
     except StepError as error:
         said[step] = f"FAILED: {error}"
     return said
 
 
-def page(found: Sequence[Cell], command: str) -> str:
-    """The table as a page of the manual."""
+Row = tuple[str, ...]
+"""The columns of a cell as texts, the first three of which say which combination it is."""
+COLUMNS = ("torch", "transformers", "from", "installed", "plan", "verify")
+
+
+def row_of(cell: Cell) -> Row:
+    texts = (cell.torch, cell.transformers, cell.source, cell.installed, cell.plan, cell.verify)
+    return tuple(text.replace("|", "/").replace("\n", " ") for text in texts)
+
+
+def rows_on(text: str) -> list[Row]:
+    """Of the table of a page."""
+    lines = [line.strip("| ").split("|") for line in text.splitlines() if line.startswith("|")]
+    return [tuple(column.strip() for column in line) for line in lines[2:] if len(line) == len(COLUMNS)]
+
+
+def page(found: Sequence[Row]) -> str:
+    """The table as a page of the manual, in the order of versions."""
+    rows = sorted(found, key=lambda row: [*map(_numbers, row[:2]), row[2] == "sdist"])
+    asked = [",".join(dict.fromkeys(row[at] for row in rows)) for at in (0, 1)]
     lines = [
         "# Installing with each torch and transformers",
         "",
-        f"Written by `{command}` with Python {platform.python_version()}. For each torch a fresh environment;",
-        "in it autopar from the built wheel (or sdist), then `autopar plan` of a small Llama for two CPU processes and",
-        "`autopar verify` of that plan on two processes, float64, against one process.",
+        f"Written by `python -m benchmarks.install_matrix --torch {asked[0]} --transformers {asked[1]}`",
+        f"with Python {platform.python_version()}, one or more rows at a time. For each torch a fresh environment; in",
+        "it autopar from the built wheel (or sdist), then `autopar plan --baseline fsdp` of a small Llama for two CPU",
+        "processes and `autopar verify` of that plan on two processes, float64, against one process.",
         "",
-        "| torch | transformers | from | installed | plan | verify | seconds |",
-        "|---|---|---|---|---|---|---|",
+        f"| {' | '.join(COLUMNS)} |",
+        "|---" * len(COLUMNS) + "|",
+        *(f"| {' | '.join(row)} |" for row in rows),
     ]
-    for cell in found:
-        texts = [cell.torch, cell.transformers, cell.source, cell.installed, cell.plan, cell.verify]
-        escaped = [text.replace("|", "\\|").replace("\n", " ") for text in texts]
-        lines.append(f"| {' | '.join(escaped)} | {cell.seconds:.0f} |")
+    if any(row[5].startswith("ok") and "collectives" not in row[5] for row in rows):
+        lines += ["", "Rows that name no collectives are of a plan that is whole on every rank, which sends nothing."]
     return "\n".join(lines) + "\n"
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".") if part.isdecimal()]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", default="2.13.0", help="versions, separated by commas")
     parser.add_argument("--transformers", default="5.0.0,5.23.0", help="versions, separated by commas, the newest last")
-    parser.add_argument("--out", type=Path, help="write the page here")
+    parser.add_argument("--sources", default="wheel,sdist", help="of wheel and sdist, separated by a comma")
+    parser.add_argument("--out", type=Path, help="write the page here, in which rows of other combinations stay")
     given = parser.parse_args()
     found: list[Cell] = []
     with tempfile.TemporaryDirectory(prefix="autopar-matrix-") as name:
         built = build(Path(name))
         for torch in given.torch.split(","):
-            for cell in cells(built, torch, given.transformers.split(",")):
+            for cell in cells(built, torch, given.transformers.split(","), given.sources.split(",")):
                 print(cell, flush=True)
                 found.append(cell)
     if given.out is not None:
-        given.out.write_text(page(found, f"python -m benchmarks.install_matrix {' '.join(sys.argv[1:])}"))
+        kept = rows_on(given.out.read_text()) if given.out.exists() else []
+        given.out.write_text(page(list({row[:3]: row for row in (*kept, *map(row_of, found))}.values())))
     return int(any("ok" not in cell.verify for cell in found))
 
 

@@ -8,6 +8,7 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+from benchmarks import install_matrix
 from tests.test_house import PACKAGES, ROOT, product, walk
 
 
@@ -21,6 +22,14 @@ def settings() -> dict[str, dict[str, object]]:
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert isinstance(table, dict)
     return table
+
+
+def test_the_page_of_installs_keeps_the_rows_that_were_not_run_again() -> None:
+    rows = install_matrix.rows_on((ROOT / "docs/results/install.md").read_text())
+    again = install_matrix.page(rows)
+    assert len(rows) > 1 and install_matrix.rows_on(again) == rows
+    cell = install_matrix.Cell(torch="2.9", transformers="5.0", source="sdist", verify="ok, 4 collectives a step")
+    assert install_matrix.rows_on(install_matrix.page([*rows, install_matrix.row_of(cell)]))[0][0] == "2.9"
 
 
 def test_the_package_list_is_the_tree() -> None:
