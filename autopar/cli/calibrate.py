@@ -9,22 +9,27 @@ from typing import Annotated, Any
 import typer
 
 from autopar.cli.ending import console_of, print_json
+from autopar.cli.parameters import MACHINE, OUTPUT, Json, option
+
+CHECK, MEASURED = "Check a file", "What is measured"
 
 
 def calibrate(
-    out: Annotated[Path | None, typer.Option(help="the cluster file to write, for --cluster of autopar plan")] = None,
-    check: Annotated[Path | None, typer.Option(help="measure briefly and say how far off this file is")] = None,
-    tolerance: Annotated[float, typer.Option(help="with --check: largest median error of a collective")] = 0.25,
-    processes: Annotated[int | None, typer.Option(help="start so many Gloo processes here, without torchrun")] = None,
-    name: Annotated[str | None, typer.Option(help="of the cluster; by default the file's")] = None,
-    collectives: Annotated[str | None, typer.Option(help="all_reduce,all_gather,...; by default all six")] = None,
-    dtypes: Annotated[str | None, typer.Option(help="of matrix products: fp32,bf16,fp64,fp16")] = None,
-    min_bytes: Annotated[int | None, typer.Option(help="smallest message")] = None,
-    max_bytes: Annotated[int | None, typer.Option(help="largest message")] = None,
-    sizes: Annotated[int | None, typer.Option(help="message sizes between them, log-spaced")] = None,
-    rounds: Annotated[int | None, typer.Option(help="measurements of everything; the middle half counts")] = None,
-    timeout: Annotated[float, typer.Option(help="seconds after which a missing rank is an error")] = 600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    out: Annotated[Path | None, option(OUTPUT, help="the cluster file to write, for --cluster of autopar plan")] = None,
+    check: Annotated[Path | None, option(CHECK, help="measure briefly and say how far off this file is")] = None,
+    tolerance: Annotated[float, option(CHECK, help="with --check: largest median error of a collective")] = 0.25,
+    processes: Annotated[
+        int | None, option(MACHINE, help="start so many Gloo processes here, without torchrun")
+    ] = None,
+    name: Annotated[str | None, option(OUTPUT, help="of the cluster; by default the file's")] = None,
+    collectives: Annotated[str | None, option(MEASURED, help="all_reduce,all_gather,...; by default all six")] = None,
+    dtypes: Annotated[str | None, option(MEASURED, help="of matrix products: fp32,bf16,fp64,fp16")] = None,
+    min_bytes: Annotated[int | None, option(MEASURED, help="smallest message")] = None,
+    max_bytes: Annotated[int | None, option(MEASURED, help="largest message")] = None,
+    sizes: Annotated[int | None, option(MEASURED, help="message sizes between them, log-spaced")] = None,
+    rounds: Annotated[int | None, option(MEASURED, help="measurements of everything; the middle half counts")] = None,
+    timeout: Annotated[float, option(MACHINE, help="seconds after which a missing rank is an error")] = 600.0,
+    as_json: Json = False,
 ) -> None:
     """Measure links and devices under torchrun (or with --processes 4), and write or check a cluster file."""
     from autopar.calibration.command import CalibrationRequest, is_first_rank, run

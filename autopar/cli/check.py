@@ -18,9 +18,10 @@ def verify(
     ] = None,
     plan: Annotated[Path | None, option(PLANS, help="a plan.json to verify")] = None,
     baseline: Annotated[
-        list[str] | None, option(PLANS, help="a named baseline to verify; may be given several times")
+        list[str] | None,
+        option(PLANS, metavar="NAME", help="ddp, fsdp, megatron or ulysses, with keys; may be given several times"),
     ] = None,
-    random: Annotated[int, option(PLANS, help="this many random valid plans")] = 0,
+    random: Annotated[int, option(PLANS, help="so many random plans")] = 0,
     pipeline: Annotated[
         str | None, option(PLANS, help="random plans in stages, --mesh that of each: 1f1b:4, interleaved-1f1b:2:6")
     ] = None,

@@ -28,6 +28,7 @@ from autopar.errors import AutoparError
 from autopar.report.plain import WIDTH, PlainConsole
 
 BAD_INPUT, FAULT, INTERRUPTED, NO_READER = 2, 3, 130, 141
+COMPLETION, COMPLETE_VARIABLE = ("--install-completion", "--show-completion"), "_AUTOPAR_COMPLETE"
 DEBUG = "--debug"
 DEBUG_VARIABLE = "AUTOPAR_DEBUG"
 LONGEST = 500
@@ -76,7 +77,7 @@ def print_json(answer: dict[str, Any]) -> None:
 
 def ended(command: Callable[..., Any], given: Sequence[str]) -> int:
     """The exit code of a command, its error said."""
-    as_json = "--json" in given
+    as_json, is_shells = "--json" in given, _asked_by_a_shell(given)
     is_debugged = DEBUG in given or os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
     given = [word for word in given if word != DEBUG]  # wherever it stands
     try:
@@ -88,6 +89,8 @@ def ended(command: Callable[..., Any], given: Sequence[str]) -> int:
     except (NoReaderError, BrokenPipeError):
         return _without_reader()
     except BaseException as error:
+        if is_shells and isinstance(error, SystemExit):
+            return error.code if isinstance(error.code, int) else 0
         if is_debugged:
             traceback.print_exception(error)
         try:
@@ -96,12 +99,17 @@ def ended(command: Callable[..., Any], given: Sequence[str]) -> int:
             return _without_reader()
 
 
+def _asked_by_a_shell(given: Sequence[str]) -> bool:
+    """Whether this is about completion in a shell, which typer does and ends itself."""
+    return COMPLETE_VARIABLE in os.environ or bool(given and given[0] in COMPLETION)
+
+
 def _said(error: BaseException, as_json: bool) -> int:
     """Say what is wrong, once. Usage errors are click's; where click lives depends on the version of typer."""
     if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt | EOFError):
         return _fail("interrupted", "KeyboardInterrupt", as_json, INTERRUPTED)
     if isinstance(error, AutoparError):
-        return _fail(str(error), type(error).__name__, as_json)
+        return _fail(getattr(error, "at_shell", None) or str(error), type(error).__name__, as_json)
     if isinstance(error, SystemExit):
         return _fail(f"code that the command ran ended it: exit code {error.code}", "SystemExit", as_json)
     if (format_message := getattr(error, "format_message", None)) is not None:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:  # the command line is there before torch is
 
 NAMED = ("torchrun", "slurm", "mpirun", "rank-table", "kubernetes", "pytorchjob", "skypilot")
 CONTAINERS = "Kubernetes and SkyPilot"
-SETUP = "pip install torch && pip install autopar"
+SETUP = "pip install torch ./autopar-*.whl"
+"""autopar is on no package index: its wheel is in the folder, which SkyPilot copies to every node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +63,15 @@ def launch(
     port: Annotated[int | None, option(MACHINE, help="of the first node, where ranks meet")] = None,
     restarts: Annotated[int, option(MACHINE, help="how often lost workers start again (torchrun, containers)")] = 0,
     sbatch: Annotated[
-        list[str] | None, option(MACHINE, help="a further option of sbatch: partition=gpu; may be given several times")
+        list[str] | None,
+        option(MACHINE, metavar="NAME=VALUE", help="of sbatch: partition=gpu; may be given several times"),
     ] = None,
     image: Annotated[str | None, option(CONTAINERS, help="a container image with torch and autopar")] = None,
     claim: Annotated[str | None, option(CONTAINERS, help="the PersistentVolumeClaim that holds the folder")] = None,
     path: Annotated[str | None, option(CONTAINERS, help="of the folder, in the image or the volume")] = None,
-    setup: Annotated[str, option(CONTAINERS, help="shell commands that install a SkyPilot node")] = SETUP,
+    setup: Annotated[
+        str, option(CONTAINERS, help="shell commands that install a SkyPilot node, in the folder")
+    ] = SETUP,
     accelerator: Annotated[
         str | None, option(CONTAINERS, help="SkyPilot's name of the device, if the plan's is not known to it")
     ] = None,

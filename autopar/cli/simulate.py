@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.cli.ending import console_of, print_json
+from autopar.cli.parameters import OUTPUT, Json, Trace, option
 from autopar.cli.simulate_rows import read_csv, read_row
 from autopar.cost_models.efficiency import nominal_efficiency
 from autopar.cost_models.gradient_exchange.network import network_of
@@ -26,6 +27,7 @@ from autopar.report.exchange_table import exchange_table
 from autopar.values.domains import MOST_DEVICES, Domain, checked_number
 from autopar.values.whole_file import whole_file
 
+SIMULATED, RANKS, STEP, EXCHANGE = "What is simulated", "Ranks and their work", "The step", "Gradient exchange"
 SPARE = Domain(least=0, most=MOST_DEVICES)
 MOST_DRAWN = 10**5
 """Passes of a timeline: of twice as many a viewer opens the file no more."""
@@ -34,32 +36,34 @@ RESULTS = ("step_seconds", "mfu", "tokens_per_second", "bubble_seconds", "expose
 
 def simulate(
     model: Annotated[str | None, typer.Argument(help="a name (llama-3-8b, gpt-175b, ...) or hf:config.json")] = None,
-    cluster: Annotated[str | None, typer.Option(help="8xh100, 64x8xa100, or a TOML file")] = None,
-    tp: Annotated[int, typer.Option(help="tensor parallel ranks")] = 1,
-    pp: Annotated[int, typer.Option(help="pipeline stages")] = 1,
-    virtual_stages: Annotated[int, typer.Option(help="of each pipeline rank; above 1 is interleaved")] = 1,
-    dp: Annotated[int, typer.Option(help="data parallel ranks")] = 1,
-    zero: Annotated[int, typer.Option(help="ZeRO stage, 0 to 3")] = 0,
-    cp: Annotated[int, typer.Option(help="context parallel ranks")] = 1,
-    ep: Annotated[int, typer.Option(help="expert parallel ranks, among the data parallel ones")] = 1,
-    sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Megatron's, beside tp")] = False,
-    micro_batch: Annotated[int, typer.Option(help="samples of a micro-batch")] = 1,
-    global_batch: Annotated[int | None, typer.Option(help="samples a step over all devices")] = None,
-    seq: Annotated[int, typer.Option(help="tokens a sample")] = 2048,
-    recompute: Annotated[str, typer.Option(help="none, selective, full, op or alternate")] = "none",
-    precision: Annotated[str, typer.Option(help="bf16, fp16, fp32, fp8 or fp8-rowwise")] = "bf16",
-    attention: Annotated[str, typer.Option(help="flash, flash1, fused or unfused")] = "flash",
-    fusion: Annotated[str, typer.Option(help="memory-bound operations in one kernel: none, norm or all")] = "all",
-    schedule: Annotated[str, typer.Option(help="1f1b, gpipe, zb-1p, zb-2p or zbv")] = "1f1b",
-    overlap_data: Annotated[bool, typer.Option("--overlap-data", help="gradients beside backward")] = False,
-    overlap_tensor: Annotated[str, typer.Option(help="tensor parallel beside compute: none, backward, all")] = "none",
-    network_bandwidth: Annotated[float | None, typer.Option(help="measured bytes/s a device, slowest links")] = None,
-    exchange: Annotated[bool, typer.Option("--exchange", help="compare ways to exchange gradients")] = False,
-    spare_machines: Annotated[int, typer.Option(help="with --exchange: free for parameter servers")] = 0,
-    trace: Annotated[Path | None, typer.Option(help="write the step's timeline for ui.perfetto.dev here")] = None,
-    csv_file: Annotated[Path | None, typer.Option("--csv", help="rows of such configurations instead")] = None,
-    out: Annotated[Path | None, typer.Option(help="with --csv: write the rows with their results here")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    cluster: Annotated[str | None, option(SIMULATED, help="8xh100, 64x8xa100, or a TOML file")] = None,
+    tp: Annotated[int, option(RANKS, help="tensor parallel ranks")] = 1,
+    pp: Annotated[int, option(RANKS, help="pipeline stages")] = 1,
+    virtual_stages: Annotated[int, option(RANKS, help="of each pipeline rank; above 1 is interleaved")] = 1,
+    dp: Annotated[int, option(RANKS, help="data parallel ranks")] = 1,
+    zero: Annotated[int, option(RANKS, help="ZeRO stage, 0 to 3")] = 0,
+    cp: Annotated[int, option(RANKS, help="context parallel ranks")] = 1,
+    ep: Annotated[int, option(RANKS, help="expert parallel ranks, among the data parallel ones")] = 1,
+    sequence_parallel: Annotated[bool, option(RANKS, "--sequence-parallel", help="Megatron's, beside tp")] = False,
+    micro_batch: Annotated[int, option(RANKS, help="samples of a micro-batch")] = 1,
+    global_batch: Annotated[int | None, option(SIMULATED, help="samples a step over all devices")] = None,
+    seq: Annotated[int, option(SIMULATED, help="tokens a sample")] = 2048,
+    recompute: Annotated[str, option(STEP, help="none, selective, full, op or alternate")] = "none",
+    precision: Annotated[str, option(SIMULATED, help="bf16, fp16, fp32, fp8 or fp8-rowwise")] = "bf16",
+    attention: Annotated[str, option(STEP, help="flash, flash1, fused or unfused")] = "flash",
+    fusion: Annotated[str, option(STEP, help="memory-bound operations in one kernel: none, norm or all")] = "all",
+    schedule: Annotated[str, option(RANKS, help="1f1b, gpipe, zb-1p, zb-2p or zbv")] = "1f1b",
+    overlap_data: Annotated[bool, option(STEP, "--overlap-data", help="gradients beside backward")] = False,
+    overlap_tensor: Annotated[str, option(STEP, help="tensor parallel beside compute: none, backward, all")] = "none",
+    network_bandwidth: Annotated[
+        float | None, option(SIMULATED, help="measured bytes/s a device, slowest links")
+    ] = None,
+    exchange: Annotated[bool, option(EXCHANGE, "--exchange", help="compare ways to exchange gradients")] = False,
+    spare_machines: Annotated[int, option(EXCHANGE, help="with --exchange: free for parameter servers")] = 0,
+    trace: Trace = None,
+    csv_file: Annotated[Path | None, option(SIMULATED, "--csv", help="rows of such configurations instead")] = None,
+    out: Annotated[Path | None, option(OUTPUT, help="with --csv: write the rows with their results here")] = None,
+    as_json: Json = False,
 ) -> None:
     """Predict step time, MFU, tokens/s and memory of an explicit configuration, or of every row of a CSV."""
     if csv_file is not None:
