@@ -22,7 +22,14 @@ class DataCheckError(AutoparError, AssertionError):
 
 
 class NoLossError(AutoparError):
-    """The model returns no scalar loss and no `loss_fn` was given."""
+    """The model returns no scalar loss and no `loss_fn` was given.
+
+    `at_shell` says the same to who is at a shell, where no `loss_fn` can be given; None where the message does.
+    """
+
+    def __init__(self, message: str, *, at_shell: str | None = None) -> None:
+        super().__init__(message)
+        self.at_shell = at_shell
 
 
 class ModelSpecError(AutoparError):

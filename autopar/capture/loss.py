@@ -19,6 +19,12 @@ from autopar.errors import NoLossError, TurningFlagError
 from autopar.values.inputs import Rebuild, leaves_of
 from autopar.values.outputs import FOLLOWING, Returned, flatten_outputs
 
+WRAP = (
+    "let the function return a module around it that does, with forward(self, x, y): return "
+    "nn.functional.cross_entropy(self.model(x), y), and y among the inputs"
+)
+"""What to do about a missing loss at a shell."""
+
 
 class LossModule(nn.Module):
     """The model and its loss as one module from flat tensors to a scalar, for tracing.
@@ -153,10 +159,11 @@ def find_loss(output: Any) -> Tensor:
     for candidate in candidates:
         if is_loss(candidate):
             return candidate
-    raise NoLossError(
+    found = (
         f"the model returned {describe(output)}, and no scalar among it depends on a trainable parameter; "
-        "pass labels so that the model computes its loss, or give loss_fn=lambda output, batch: ..."
+        "pass labels so that the model computes its loss, or"
     )
+    raise NoLossError(f"{found} give loss_fn=lambda output, batch: ...", at_shell=f"{found} {WRAP}")
 
 
 def is_loss(value: Any) -> bool:
