@@ -83,6 +83,11 @@ def test_plan_prints_what_a_person_reads(capsys: pytest.CaptureFixture[str], lla
     assert "LlamaForCausalLM on 4xcpu, mesh 2x2 (data, model), global batch 8, adamw, fp32 [fsdp]" in out
     assert "model.layers." in out and "self_attn.q_proj" in out and "split by batch" in out
     assert max(map(len, out.splitlines())) <= 120
+    assert "assumed  precision fp32 (for GPUs: --precision bf16-mixed), global batch 8 (--global-batch)\n" in out
+    sized = ("--set", "max_position_embeddings=16", "--precision", "bf16-mixed", "--global-batch", 8)
+    code, out, _ = run(capsys, "plan", llama, *PLAN, *sized, "--baseline", "fsdp", "--no-check")
+    assert code == 0 and "assumed  sequence length 16 (--seq)\n" in out
+    assert "adamw, bf16-mixed [fsdp]" in out
 
 
 def test_plan_as_json_is_one_object_and_nothing_else(

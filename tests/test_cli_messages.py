@@ -1,14 +1,17 @@
 """What a person reads beside answers: progress, faults, ranks that fail, and files that were moved."""
 
+import inspect
 import json
 import os
 import time
 from pathlib import Path
 
 import pytest
+from typer.models import OptionInfo
 
 from autopar.cli import progress
 from autopar.cli.ending import console_of
+from autopar.cli.main import app
 from autopar.verification import run as verification
 from tests.test_cli import MODEL_FILE, PLAN, net, run
 
@@ -63,7 +66,63 @@ def test_version_and_progress_in_files(capsys: pytest.CaptureFixture[str], monke
         time.sleep(0.2)
     lines = capsys.readouterr().err.splitlines()
     assert lines and all(line == "autopar: 0 s: doing this" for line in lines) and len(lines) < 15
+    with progress.ProgressLine(console_of(False)) as tell:
+        tell("doing that")
+        tell.note("assumed: this")
+        tell._since -= 41
+        assert tell.doing == "doing that, for 41 s"
+        time.sleep(0.1)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "autopar: assumed: this" and "autopar: 0 s: doing that, for 41 s" in lines[1]
+    assert sum("assumed" in line for line in lines) == 1
     assert [progress.elapsed_text(s) for s in (41.6, 185, 7440)] == ["42 s", "3 min 5 s", "2 h 4 min"]
+
+
+NO_LOSS = MODEL_FILE.replace("return x.square().mean()", "return x")
+
+
+def test_a_model_without_a_loss_is_answered_with_what_a_shell_has(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "bare.py").write_text(NO_LOSS)
+    for command in (("plan", *PLAN), ("verify", "--mesh", 2)):
+        code, _, err = run(capsys, command[0], f"{tmp_path / 'bare.py'}:net", *command[1:])
+        assert code == 2 and "the model returned a tensor (" in err and "loss_fn" not in err
+        assert "let the function return a module around it that does" in err
+
+
+@pytest.mark.parametrize(
+    ("typed", "at", "found"),
+    [
+        ("autopar pl", 1, {"plan"}),
+        ("autopar plan --me", 2, {"--mesh", "--memory-gb"}),
+        ("autopar verify --t", 2, {"--trust"}),
+    ],
+)
+def test_a_shell_completes_commands_and_options(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, typed: str, at: int, found: set[str]
+) -> None:
+    monkeypatch.setenv("_AUTOPAR_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(at))
+    code, out, err = run(capsys)
+    assert code == 0 and err == "" and set(out.split()) == found
+
+
+def test_completion_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("typer.completion._get_shell_name", lambda: "bash")
+    code, out, err = run(capsys, "--show-completion")
+    assert code == 0 and err == "" and "complete -o default -F _autopar_completion autopar" in out
+
+
+def test_help_has_its_options_in_groups_and_shows_no_value_of_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    for registered in app.registered_commands:
+        assert registered.callback is not None
+        for name, parameter in inspect.signature(registered.callback, eval_str=True).parameters.items():
+            said = [one for one in getattr(parameter.annotation, "__metadata__", ()) if isinstance(one, OptionInfo)]
+            assert all(info.rich_help_panel for info in said), (registered.callback.__name__, name)
+    code, out, _ = run(capsys, "plan", "--help")
+    assert code == 0 and out.count("<bool>") <= 1, "that of --help is typer's"
 
 
 def test_a_rank_that_fails_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

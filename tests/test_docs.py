@@ -134,6 +134,16 @@ def test_the_reference_of_the_command_line_is_complete() -> None:
     assert left_out - {"--help"} == set()
 
 
+def test_options_that_commands_share_are_theirs() -> None:
+    """Of the commands in the heading, or of those that a row names."""
+    heading, _, section = text("docs/cli.md").partition("## Options of ")[2].partition("\n")
+    rows = [re.split(r"(?<!\\)\|", line)[1] for line in section.partition("\n## ")[0].splitlines() if line[:2] == "| "]
+    for row in rows[1:]:
+        named = set(SPAN.findall(row)) & options().keys() or set(re.findall(r"[a-z]+", heading)) & options().keys()
+        known = [options()[command] for command in named]
+        assert known and set(re.findall(r"--[a-z-]+", row)) <= frozenset.intersection(*known), row
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_benchmarks_and_their_options_exist(page: str) -> None:
     for name, words in re.findall(r"python (?:-m )?((?:benchmarks|examples)[\w./]*)([^`|\n]*)", text(page)):

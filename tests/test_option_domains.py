@@ -66,7 +66,7 @@ def test_a_number_outside_its_domain_is_refused_before_any_work(name: str) -> No
             autopar.auto_parallel(**given)
 
 
-@pytest.mark.parametrize("name", ["optimizer", "precision", "solver"])
+@pytest.mark.parametrize("name", ["optimizer", "precision", "schedule", "solver"])
 @pytest.mark.parametrize("value", [3, True, [], "none"])
 def test_a_word_that_is_none_is_refused(name: str, value: Any) -> None:
     given: dict[str, Any] = {"cluster": "2xcpu", name: value}

@@ -58,6 +58,23 @@ def test_how_parameters_are_stored_is_said() -> None:
     assert "whole on every rank" in str(planned("gpt2", baseline="ddp"))
 
 
+def test_a_parameter_without_dims_is_a_scalar_and_what_was_chosen_is_said() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.temperature = nn.Linear(16, 16), nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.layer(x) / self.temperature).square().mean()
+
+    plan = autopar.plan(Scaled(), torch.randn(8, 16), cluster="2xcpu", baseline="ddp", with_baselines=False)
+    [line] = [line for line in str(plan).splitlines() if line.strip().startswith("temperature")]
+    assert line.split()[1:6] == ["scalar,", "whole", "on", "every", "rank"]
+    assert "assumed" not in str(plan)
+    said = str(replace(plan, assumed=("precision fp32 (--precision)", "global batch 8 (--global-batch)")))
+    assert said.splitlines()[1] == "assumed  precision fp32 (--precision), global batch 8 (--global-batch)"
+
+
 @pytest.mark.parametrize("family", FAMILIES[1::2])
 def test_every_parameter_and_message_has_its_line(family: str) -> None:
     """Of random plans, where nothing folds: messages of all lines are those predicted (gathers in backward aside)."""

@@ -32,6 +32,10 @@ FEW, TOKENS = 4, 64
 """Samples, and tokens a sample where the model says how many, of a model that is built to be compared."""
 
 
+COMPARING = "comparing the graph with the module: {} (--no-check, check=False skip this)"
+"""Progress, of which step."""
+
+
 class Compared(NamedTuple):
     """What was compared, in a line; whether forward decides on buffers that its first call turns, once; and the graph
     of the call with the call as it was seen, in the precision of the model, if it was traced."""
@@ -41,13 +45,24 @@ class Compared(NamedTuple):
     known: tuple[CapturedModel, Call] | None = None
 
 
-def check_call(model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None = None) -> Compared:
+def silent(_: str) -> None:
+    """Progress that nobody is told."""
+
+
+def check_call(
+    model: nn.Module,
+    call: Call,
+    loss_fn: Callable[..., Any] | None = None,
+    *,
+    tell: Callable[[str], None] = silent,
+) -> Compared:
     """Compare `model` with its graph on `call`, or on as many of its samples as take little time.
 
     Args:
         model: in its own dtype.
         call: with values, at a batch that the model takes.
         loss_fn: as for `capture`.
+        tell: told what is being done.
 
     Raises:
         FidelityError: if the graph is not the model.
@@ -59,7 +74,9 @@ def check_call(model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None 
         precision = precision_of(model)
     except ArgumentError:
         return Compared("not compared with the module: its parameters are of several dtypes")
+    tell(COMPARING.format("running the module"))
     run_before(model, call, loss_fn)
+    tell(COMPARING.format("capturing the graph"))
     turns = False
     try:
         known = captured_model(model, call, precision, loss_fn)
@@ -81,6 +98,8 @@ def check_call(model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None 
         with as_it_is_now(model, {}, buffers):
             return captured_model(model, call, precision, loss_fn, turns=True)[0]
 
+    count = "the call" if samples is None else f"{samples} sample{'s' * (samples != 1)}"
+    tell(COMPARING.format(f"two calls of each, on {count}"))
     subject = Subject(model=model, captured=captured, args=call.args, kwargs=call.kwargs, loss_fn=loss_fn, again=again)
     errors = [found.error for found in check_module(subject).differences]
     of = "" if samples == batch else f" on {samples} of {batch} samples"
@@ -101,7 +120,14 @@ def run_before(model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None 
 
 
 def check_spec(
-    spec: str, nbytes: int, *, batch: int | None, seq: int | None, precision: str, overrides: Mapping[str, str]
+    spec: str,
+    nbytes: int,
+    *,
+    batch: int | None,
+    seq: int | None,
+    precision: str,
+    overrides: Mapping[str, str],
+    tell: Callable[[str], None] = silent,
 ) -> str:
     """The same for a model that a command line names, built once more with values, on few samples, in float32 where the
     plan computes in less.
@@ -109,12 +135,14 @@ def check_spec(
     Args:
         spec, batch, seq, precision, overrides: as for `load_model`.
         nbytes: of its parameters.
+        tell: told what is being done.
     """
     if nbytes > NBYTES:
         return (
             f"not compared with the module: its parameters take {nbytes / 1e9:.0f} GB; verify a smaller one of its kind"
         )
     is_hf = spec.startswith("hf:")
+    tell(COMPARING.format("building the module with values"))
     try:
         loaded = load_model(
             spec,
@@ -126,7 +154,7 @@ def check_spec(
         )
     except (ModelSpecError, ArgumentError) as error:
         return f"not compared with the module, which cannot be built on the CPU: {error}"
-    return check_call(loaded.model, Call(args=loaded.args, kwargs=loaded.kwargs)).words
+    return check_call(loaded.model, Call(args=loaded.args, kwargs=loaded.kwargs), tell=tell).words
 
 
 def first_samples(call: Call, count: int) -> Call:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.api.again import captor_of
-from autopar.api.arguments import checked_numbers
+from autopar.api.arguments import check_words, checked_numbers
 from autopar.api.captures import values_of
 from autopar.api.distributed_tree import ITSELF, MODULE, OWN, become, follow, hold, itself, take_over
 from autopar.api.model_plan import ModelPlan, plan_from_text
@@ -31,7 +31,6 @@ from autopar.values.calls import Call, call_of
 from autopar.values.choices import check_choice
 from autopar.values.cluster import Cluster, load_cluster, resized
 from autopar.values.plan import Plan
-from autopar.values.train_config import NUM_STATES
 
 Model = TypeVar("Model")
 
@@ -83,7 +82,7 @@ def auto_parallel(target: Any = None, *, cluster: Any, **options: Any) -> Any:
     """
     for name in options:
         check_choice("keyword", name, OPTIONS)
-    check_choice("optimizer", options.get("optimizer", "adamw"), NUM_STATES)
+    check_words(options)
     options |= checked_numbers(options)
     settings = Settings(options={**options, "cluster": cluster})
     return (lambda it: _decorated(it, settings)) if target is None else _decorated(target, settings)

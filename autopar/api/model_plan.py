@@ -38,6 +38,7 @@ class ModelPlan(Plan):
     machine: the cluster as a value, if it is known.
     values: tensors of parameters and buffers by placeholder, if the model is at hand (for buffers in an export).
     checked: on what the graph was compared with the module, or why not.
+    assumed: what the command line was not told and chose itself, in words.
     """
 
     captured: CapturedModel | None = field(default=None, compare=False)
@@ -47,6 +48,7 @@ class ModelPlan(Plan):
     loss_fn: Callable[..., Any] | None = field(default=None, compare=False)
     values: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
     checked: str = field(default="", compare=False)
+    assumed: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def graph(self) -> CapturedModel:

@@ -9,23 +9,22 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from autopar.api.arguments import checked_numbers
+from autopar.api.arguments import check_words, checked_numbers
 from autopar.api.captures import Captures, values_of
 from autopar.api.checked import Compared, check_call
 from autopar.api.model_plan import ModelPlan, model_plan
 from autopar.api.pinning import asked_pipelines, pins_given
 from autopar.errors import ArgumentError, BatchError, InfeasibleError, PassError, SearchTimeoutError
 from autopar.values.calls import call_of
-from autopar.values.choices import check_choice
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.estimate import ONE_DEVICE
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh
 from autopar.values.pins import Pins
 from autopar.values.plan import Plan, one_stage
-from autopar.values.precision import PRECISIONS, precision_of
+from autopar.values.precision import precision_of
 from autopar.values.stage_plan import StagePlan
-from autopar.values.train_config import NUM_STATES, TrainConfig
+from autopar.values.train_config import TrainConfig
 
 if TYPE_CHECKING:
     from autopar.lower.program import Program
@@ -121,10 +120,7 @@ def plan(
     numbers = checked_numbers(locals())
     pipeline, global_batch, microbatches = (numbers[n] for n in ("pipeline", "global_batch", "microbatches"))
     memory_gb, relative_gap, seconds = (numbers[n] for n in ("memory_gb", "relative_gap", "seconds"))
-    check_choice("optimizer", optimizer, NUM_STATES)
-    if precision is not None:
-        check_choice("precision", precision, PRECISIONS)
-    check_choice("solver", solver, ("auto", "ilp", "double-recursive"))
+    check_words(locals())
     machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     from autopar.search.asked_mesh import asked_mesh
     from autopar.search.known.staged_baselines import make_configuration
@@ -154,8 +150,7 @@ def plan(
     )
     compared = Compared("not compared with the module, as was asked")
     if check:
-        tell("comparing the graph with the module")
-        compared = check_call(model, own_call, loss_fn)
+        compared = check_call(model, own_call, loss_fn, tell=tell)
     turns = compared.turns
     tell("capturing the model")
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -85,7 +85,7 @@ def plan(
     global_batch: Batch = None,
     microbatches: Microbatches = None,
     seq: Seq = None,
-    precision: Precision = "fp32",
+    precision: Precision = None,
     reduce_dtype: ReduceDtype = None,
     optimizer: Optimizer = "adamw",
     memory_gb: Memory = None,
@@ -93,20 +93,26 @@ def plan(
     pin: Pin = None,
     pins: PinsOf = None,
     solver: Solver = "auto",
-    gap: Annotated[float, option(SEARCH, help="stop when proved to be within this of the best")] = 0.01,
-    seconds: Annotated[float | None, option(SEARCH, help="stop solving after these, with the best plan so far")] = None,
-    no_fold: Annotated[bool, option(SEARCH, "--no-fold", help="every layer decides; says what folding costs")] = False,
+    gap: Annotated[float, option(SEARCH, help="stop when proved to be within this of the best: 0.01 is 1%")] = 0.01,
+    seconds: Annotated[
+        float | None, option(SEARCH, help="stop solving after so many, with the best plan so far")
+    ] = None,
+    no_fold: Annotated[bool, option(SEARCH, "--no-fold", help="equal layers need not decide alike")] = False,
     no_buckets: Annotated[
         bool, option(SEARCH, "--no-buckets", help="every parameter is gathered and reduced alone")
     ] = False,
-    no_flatten: Annotated[bool, option(SEARCH, "--no-flatten", help="buckets take single parameters' ways")] = False,
-    no_weave: Annotated[bool, option(SEARCH, "--no-weave", help="one micro-batch at a time")] = False,
+    no_flatten: Annotated[
+        bool, option(SEARCH, "--no-flatten", help="buckets travel as their parameters would alone")
+    ] = False,
+    no_weave: Annotated[bool, option(SEARCH, "--no-weave", help="never two micro-batches at once")] = False,
     no_baselines: Annotated[bool, option(SEARCH, "--no-baselines", help="do not price the named baselines")] = False,
-    out: Annotated[Path | None, option(OUTPUT, help="export into this folder too; a name.json: the plan alone")] = None,
+    out: Annotated[
+        Path | None, option(OUTPUT, help="export into this folder; a NAME.json: write the plan alone")
+    ] = None,
     trace: Trace = None,
     page: Annotated[Path | None, option(OUTPUT, "--report", help="write a page for a browser here")] = None,
     overlap: Annotated[
-        bool, option(SEARCH, "--overlap", help="rank the best plans, and draw, with collectives beside compute")
+        bool, option(SEARCH, "--overlap", help="take the best plan if all collectives were overlapped; draw it so")
     ] = False,
     no_check: NoCheck = False,
     set_: Set = None,
@@ -151,7 +157,7 @@ def plan(
             with_baselines=not no_baselines,
             overlap=beside,
             check=not no_check,
-            progress=tell,
+            tell=tell,
         )
         if out is not None:
             write_plan(made, out)
@@ -185,7 +191,7 @@ def export(
     global_batch: Batch = None,
     microbatches: Microbatches = None,
     seq: Seq = None,
-    precision: Precision = "fp32",
+    precision: Precision = None,
     reduce_dtype: ReduceDtype = None,
     optimizer: Optimizer = "adamw",
     memory_gb: Memory = None,
@@ -231,7 +237,7 @@ def export(
                 pins=pins_from(pin, pins),
                 with_baselines=False,
                 check=not no_check,
-                progress=tell,
+                tell=tell,
             )
         write_plan(made, out)
         answer.update(
@@ -240,6 +246,8 @@ def export(
     if not as_json:
         written = f"{made.model} on {made.arrangement} exported to {out}: {', '.join(answer['files'])}"
         console.print(written, soft_wrap=True)
+        if made.assumed:
+            console.print(f"assumed: {', '.join(made.assumed)}", soft_wrap=True)
         command = f"run it: cd {out} && torchrun --nproc-per-node {made.world} train.py"
         console.print(command, soft_wrap=True)
 
@@ -258,4 +266,9 @@ for _group, _commands in COMMANDS.items():
 
 def main(arguments: list[str] | None = None) -> None:
     """The entry point."""
-    sys.exit(ended(typer.main.get_command(app), sys.argv[1:] if arguments is None else arguments))
+    group: Any = typer.main.get_command(app)
+    for command in (group, *group.commands.values()):
+        for parameter in command.params:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""  # typer's help says <bool> of it, as if it took a value
+    sys.exit(ended(group, sys.argv[1:] if arguments is None else arguments))

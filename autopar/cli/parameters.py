@@ -26,12 +26,17 @@ Set = Annotated[
     list[str] | None,
     option(WHAT, "--set", metavar="KEY=VALUE", help="override a key of the config or a parameter of the function"),
 ]
-Batch = Annotated[int | None, option(WHAT, "--global-batch", help="samples a step over all devices")]
-Seq = Annotated[int | None, option(WHAT, "--seq", help="tokens a sample")]
-Precision = Annotated[str, option(WHAT, help="bf16, bf16-mixed (fp32 weights), fp32 or fp64")]
+Batch = Annotated[
+    int | None, option(WHAT, "--global-batch", help="samples a step over all devices; else the function's, of hf: 8")
+]
+Seq = Annotated[int | None, option(WHAT, "--seq", help="tokens a sample; else the function's, of hf: 512")]
+Precision = Annotated[
+    str | None,
+    option(WHAT, help="fp32 (unless said), bf16-mixed (computes in bf16, keeps fp32 weights), bf16 or fp64"),
+]
 ReduceDtype = Annotated[str | None, option(WHAT, help="fp32 or fp64, in which ranks sum gradients")]
 Optimizer = Annotated[str, option(WHAT, help="adamw, adam, sgd or sgd-momentum; with -fused torch's fused=True")]
-NoCheck = Annotated[bool, option(WHAT, "--no-check", help="do not compare the graph with the module on a few samples")]
+NoCheck = Annotated[bool, option(WHAT, "--no-check", help="skip comparing the graph with the module")]
 
 Cluster = Annotated[str, option(WHAT, help="8xh100, 64x8xh100 (nodes x GPUs), 4xcpu, or a TOML file")]
 Memory = Annotated[float | None, option(WHAT, "--memory-gb", help="memory limit a device, in 1e9 bytes")]

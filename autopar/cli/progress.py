@@ -6,11 +6,13 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TimeElapsedColumn
+from rich.text import Text
 
 QUIET_SECONDS = 10.0
 """A command that ends sooner writes no line into a file. Half of it, and short commands' logs have lines that help
 nobody; twice, and a reader wonders."""
+LOADING = "loading torch"
 GROWTH = 1.5
 """Each line of a file comes after a pause longer by this: 20 lines in ten hours."""
 
@@ -18,16 +20,17 @@ GROWTH = 1.5
 class ProgressLine:
     """A context that is told what is being done: `progress("capturing the model")`.
 
-    On a terminal the last that was told stands below what is printed, with a spinner and the time since the command
-    began, and goes when the command ends. Where standard error is no terminal, what is being done is written to it as a
-    line after 10 s, 25 s, 48 s, ...
+    On a terminal the last that was told stands below what is printed, with a spinner, for how long that has been done
+    and the time since the command began, and goes when the command ends. Where standard error is no terminal, what is
+    being done is written to it as a line after 10 s, 25 s, 48 s, ...
 
     Args:
         console: where the command prints; a quiet one shows no progress either.
     """
 
     def __init__(self, console: Console) -> None:
-        self._text, self._began = "", time.monotonic()
+        self._text, self._began, self._since = "", time.monotonic(), time.monotonic()
+        self._notes: list[str] = []
         errors = Console(stderr=True)
         shown = next((c for c in (console, errors) if c.is_terminal), None)
         self._bar: Progress | None = None
@@ -38,13 +41,24 @@ class ProgressLine:
         if shown is None:
             self._thread = threading.Thread(target=self._lines, daemon=True)
             return
-        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+        columns = (SpinnerColumn(), _WhatColumn(self), TimeElapsedColumn())
         self._bar = Progress(*columns, console=shown, transient=True, redirect_stdout=False, redirect_stderr=False)
 
     def __call__(self, text: str) -> None:
-        self._text = text
+        self._text, self._since = text, time.monotonic()
+
+    def note(self, text: str) -> None:
+        """Say something that stays: at once on a terminal, with the next line in a file."""
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], description=text)
+            self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        else:
+            self._notes.append(text)
+
+    @property
+    def doing(self) -> str:
+        """What is being done and, from a second on, for how long."""
+        seconds, text = time.monotonic() - self._since, self._text or LOADING
+        return text if seconds < 1.0 else f"{text}, for {elapsed_text(seconds)}"
 
     def __enter__(self) -> "ProgressLine":
         if self._bar is not None:
@@ -67,8 +81,21 @@ class ProgressLine:
         pause = QUIET_SECONDS
         while not self._ended.wait(pause):
             seconds = time.monotonic() - self._began
-            print(f"autopar: {elapsed_text(seconds)}: {self._text or 'loading torch'}", file=sys.stderr, flush=True)
+            notes, self._notes = self._notes, []
+            for line in (*notes, f"{elapsed_text(seconds)}: {self.doing}"):
+                print(f"autopar: {line}", file=sys.stderr, flush=True)
             pause *= GROWTH
+
+
+class _WhatColumn(ProgressColumn):
+    """What a line says is being done, which grows older."""
+
+    def __init__(self, line: ProgressLine) -> None:
+        super().__init__()
+        self._line = line
+
+    def render(self, task: Task) -> Text:
+        return Text(self._line.doing)
 
 
 def elapsed_text(seconds: float) -> str:

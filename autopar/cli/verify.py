@@ -95,6 +95,8 @@ def run(request: VerifyRequest, console: Console, tell: Callable[[str], None]) -
         overrides=request.overrides,
         device="cpu",
     )
+    if loaded.assumed:
+        console.print(f"assumed: {', '.join(loaded.assumed)}", highlight=False, soft_wrap=True)
     call = Call(args=loaded.args, kwargs=loaded.kwargs)
     request = _as_configured(request, mesh, call)
     run_before(loaded.model, call)

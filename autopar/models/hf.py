@@ -189,6 +189,17 @@ def sequence_length(config: Any, seq: int | None, limit_key: str) -> int:
     return seq
 
 
+def assumed_sizes(kwargs: Mapping[str, Any], batch: int | None, seq: int | None) -> tuple[str, ...]:
+    """What `example_inputs` chose where `batch` or `seq` is None, in words, each with the option that gives it."""
+    tokens = kwargs.get("input_ids", kwargs["labels"] if "input_features" in kwargs else None)
+    said = []
+    if seq is None and tokens is not None:
+        said.append(f"sequence length {tokens.shape[1]} (--seq)")
+    if batch is None:
+        said.append(f"global batch {kwargs['labels'].shape[0]} (--global-batch)")
+    return tuple(said)
+
+
 class _Draw:
     """Seeded inputs: the same on every rank and in every run."""
 

@@ -30,6 +30,8 @@ class LoadedModel:
     model: nn.Module
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    assumed: tuple[str, ...] = ()
+    """Sizes of the inputs that nobody gave, in words, each with the option that gives it."""
 
 
 def load_model(
@@ -66,7 +68,7 @@ def load_model(
     if not rest:
         raise ModelSpecError(f"{spec!r} has no colon; {FORMS}")
     if kind == "hf":
-        from autopar.models.hf import load_hf  # transformers is optional, and slow to import
+        from autopar.models.hf import assumed_sizes, load_hf  # transformers is optional, and slow to import
 
         model, kwargs, name = load_hf(
             Path(rest),
@@ -76,7 +78,8 @@ def load_model(
             overrides=overrides or {},
             device=torch.device(device),
         )
-        return LoadedModel(name=name, model=stored_as(model, dtypes), kwargs=kwargs)
+        sizes = assumed_sizes(kwargs, batch, seq)
+        return LoadedModel(name=name, model=stored_as(model, dtypes), kwargs=kwargs, assumed=sizes)
     return _load_function(spec, batch, seq, dtypes, overrides or {}, torch.device(device))
 
 

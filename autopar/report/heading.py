@@ -46,7 +46,9 @@ def heading(plan: Plan, machine: Cluster | None, locals_: Sequence[LocalModel] =
 
 def heading_rows(plan: Plan, machine: Cluster | None, locals_: Sequence[LocalModel] = ()) -> list[Row]:
     """The labelled lines: a line without a label goes on with the one before."""
-    return [*_answers(plan, machine, locals_), *_how_found(plan), *_keys(plan)]
+    assumed = ", ".join(getattr(plan, "assumed", ()))
+    chosen = [("assumed", assumed)] if assumed else []
+    return [*chosen, *_answers(plan, machine, locals_), *_how_found(plan), *_keys(plan)]
 
 
 def _title(plan: Plan, locals_: Sequence[LocalModel]) -> str:

@@ -212,7 +212,7 @@ def _parameter_row(placeholder: str, names: tuple[str, ...], block: str, local: 
         for node in local.graph.nodes
         if is_collective(node) and node.meta["origin"].name == placeholder
     )
-    shape = "x".join(map(str, local.captured.nodes[placeholder].meta["val"].shape))
+    shape = "x".join(map(str, local.captured.nodes[placeholder].meta["val"].shape)) or "scalar"
     tied = f" (tied: {names[1]})" if len(names) > 1 else ""
     parts = "".join(f", dim {dim} on {', '.join(axes)}" for dim, axes in split.items())
     how = shape + (parts or ", whole on every rank")
