@@ -165,7 +165,7 @@ def test_arguments_that_do_not_fit(tmp_path: Path, source: str) -> None:
         load_model(spec, overrides={"n_layer": "many"})
     with pytest.raises(ArgumentError, match="exceeds the model's max_position_embeddings 64"):
         load_model(spec, seq=65)
-    with pytest.raises(ArgumentError, match="use one of fp32, bf16, fp64"):
+    with pytest.raises(ArgumentError, match="choose one of fp32, bf16, fp64"):
         load_model(spec, precision="fp8")
     with pytest.raises(ArgumentError, match="not a positive"):
         load_model(spec, batch=0)
