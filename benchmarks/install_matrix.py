@@ -170,7 +170,7 @@ def page(found: Sequence[Row]) -> str:
         *(f"| {' | '.join(row)} |" for row in rows),
     ]
     if any(row[5].startswith("ok") and "collectives" not in row[5] for row in rows):
-        lines += ["", "Rows that name no collectives are of a plan that is whole on every rank, which sends nothing."]
+        lines += ["", "Rows that name no collectives are of the best plan: whole on every rank, it sends nothing."]
     return "\n".join(lines) + "\n"
 
 

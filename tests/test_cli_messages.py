@@ -88,7 +88,7 @@ def test_a_model_without_a_loss_is_answered_with_what_a_shell_has(
     for command in (("plan", *PLAN), ("verify", "--mesh", 2)):
         code, _, err = run(capsys, command[0], f"{tmp_path / 'bare.py'}:net", *command[1:])
         assert code == 2 and "the model returned a tensor (" in err and "loss_fn" not in err
-        assert "let the function return a module around it that does" in err
+        assert "let the function return a module around it whose forward(self, x, y) returns" in err
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ def test_a_large_call_is_compared_on_few_samples(monkeypatch: pytest.MonkeyPatch
     told: list[str] = []
     assert f"on 2 of {ROWS} samples" in check_call(model, call, tell=told.append)[0]
     steps = [text.partition(": ")[2].partition(" (--no-check")[0] for text in told]
-    assert steps == ["running the module", "capturing the graph", "two calls of each, on 2 samples"]
+    assert steps == ["running", "capturing", "two calls, 2 samples"]
     monkeypatch.setattr("autopar.api.checked.FLOPS", 1.0)
     assert "one sample takes" in check_call(model, call)[0]
     assert first_samples(call, 2).batch() == 2

@@ -32,8 +32,8 @@ FEW, TOKENS = 4, 64
 """Samples, and tokens a sample where the model says how many, of a model that is built to be compared."""
 
 
-COMPARING = "comparing the graph with the module: {} (--no-check, check=False skip this)"
-"""Progress, of which step."""
+COMPARING = "comparing graph and module: {} (--no-check skips it)"
+"""Progress, of which step; in Python `check=False` skips it."""
 
 
 class Compared(NamedTuple):
@@ -74,9 +74,9 @@ def check_call(
         precision = precision_of(model)
     except ArgumentError:
         return Compared("not compared with the module: its parameters are of several dtypes")
-    tell(COMPARING.format("running the module"))
+    tell(COMPARING.format("running"))
     run_before(model, call, loss_fn)
-    tell(COMPARING.format("capturing the graph"))
+    tell(COMPARING.format("capturing"))
     turns = False
     try:
         known = captured_model(model, call, precision, loss_fn)
@@ -98,8 +98,8 @@ def check_call(
         with as_it_is_now(model, {}, buffers):
             return captured_model(model, call, precision, loss_fn, turns=True)[0]
 
-    count = "the call" if samples is None else f"{samples} sample{'s' * (samples != 1)}"
-    tell(COMPARING.format(f"two calls of each, on {count}"))
+    count = "whole" if samples is None else f"{samples} sample{'s' * (samples != 1)}"
+    tell(COMPARING.format(f"two calls, {count}"))
     subject = Subject(model=model, captured=captured, args=call.args, kwargs=call.kwargs, loss_fn=loss_fn, again=again)
     errors = [found.error for found in check_module(subject).differences]
     of = "" if samples == batch else f" on {samples} of {batch} samples"
@@ -142,7 +142,7 @@ def check_spec(
             f"not compared with the module: its parameters take {nbytes / 1e9:.0f} GB; verify a smaller one of its kind"
         )
     is_hf = spec.startswith("hf:")
-    tell(COMPARING.format("building the module with values"))
+    tell(COMPARING.format("building with values"))
     try:
         loaded = load_model(
             spec,

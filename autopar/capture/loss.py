@@ -20,8 +20,8 @@ from autopar.values.inputs import Rebuild, leaves_of
 from autopar.values.outputs import FOLLOWING, Returned, flatten_outputs
 
 WRAP = (
-    "let the function return a module around it that does, with forward(self, x, y): return "
-    "nn.functional.cross_entropy(self.model(x), y), and y among the inputs"
+    "let the function return a module around it whose forward(self, x, y) returns "
+    "nn.functional.cross_entropy(self.model(x), y), with y among the inputs"
 )
 """What to do about a missing loss at a shell."""
 

@@ -113,7 +113,9 @@ def _said(error: BaseException, as_json: bool) -> int:
     if isinstance(error, SystemExit):
         return _fail(f"code that the command ran ended it: exit code {error.code}", "SystemExit", as_json)
     if (format_message := getattr(error, "format_message", None)) is not None:
-        return _fail(format_message(), "ArgumentError", as_json)
+        usage = format_message().rstrip(".")
+        path = getattr(getattr(error, "ctx", None), "command_path", "autopar")
+        return _fail(f"{usage} ({path} --help lists what there is)", "ArgumentError", as_json)
     first = str(error).strip().partition("\n")[0][:LONGEST]
     said = f"a fault of autopar: {type(error).__name__}: {first}; please report it with its traceback, {_kept(error)}"
     return _fail(said, type(error).__name__, as_json, FAULT)

@@ -1,12 +1,13 @@
 """What is being done, and since when? A line with elapsed time on a terminal; plain lines now and then in a file."""
 
+import math
 import sys
 import threading
 import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TimeElapsedColumn
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 QUIET_SECONDS = 10.0
@@ -41,7 +42,7 @@ class ProgressLine:
         if shown is None:
             self._thread = threading.Thread(target=self._lines, daemon=True)
             return
-        columns = (SpinnerColumn(), _WhatColumn(self), TimeElapsedColumn())
+        columns = (SpinnerColumn(), _WhatColumn(self), TimeElapsedColumn(), TextColumn("in all"))
         self._bar = Progress(*columns, console=shown, transient=True, redirect_stdout=False, redirect_stderr=False)
 
     def __call__(self, text: str) -> None:
@@ -58,7 +59,7 @@ class ProgressLine:
     def doing(self) -> str:
         """What is being done and, from a second on, for how long."""
         seconds, text = time.monotonic() - self._since, self._text or LOADING
-        return text if seconds < 1.0 else f"{text}, for {elapsed_text(seconds)}"
+        return text if seconds < 1.0 else f"{text}, for {elapsed_text(math.floor(seconds))}"
 
     def __enter__(self) -> "ProgressLine":
         if self._bar is not None:

@@ -96,7 +96,7 @@ def run(request: VerifyRequest, console: Console, tell: Callable[[str], None]) -
         device="cpu",
     )
     if loaded.assumed:
-        console.print(f"assumed: {', '.join(loaded.assumed)}", highlight=False, soft_wrap=True)
+        console.print(f"assumed: {', '.join(loaded.assumed)}", soft_wrap=True)
     call = Call(args=loaded.args, kwargs=loaded.kwargs)
     request = _as_configured(request, mesh, call)
     run_before(loaded.model, call)

@@ -12,6 +12,7 @@ from autopar.errors import PinError
 from autopar.lower.factor_words import factor_words, word_of
 from autopar.lower.matching import Matcher, matcher
 from autopar.lower.program import Op, Program, Tensor
+from autopar.values.choices import near
 from autopar.values.mesh import Mesh
 from autopar.values.pins import (
     EVERY,
@@ -21,7 +22,6 @@ from autopar.values.pins import (
     LiftedPins,
     Pins,
     Saying,
-    near,
     placement_of,
 )
 from autopar.values.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard

@@ -127,8 +127,8 @@ def function_options(
     for key in given:
         if key not in parameters:
             raise ArgumentError(
-                f"{spec} takes no {key!r}{near(key, parameters)}; give the function a parameter of that name, or leave "
-                "it out"
+                f"{spec} takes no {key!r}; give the function a parameter of that name, or leave it out"
+                f"{near(key, parameters)}"
             )
     missing = [
         n for n, p in parameters.items() if p.default is p.empty and n not in given and p.kind is not p.VAR_POSITIONAL
@@ -144,7 +144,8 @@ def _import(source: str, spec: str) -> ModuleType:
             return importlib.import_module(source)
         path = Path(source)
         if not path.is_file():
-            raise ModelSpecError(f"{spec!r}: there is no file {source}; {FORMS}")
+            beside = near(path.name, (file.name for file in path.parent.glob("*.py")))
+            raise ModelSpecError(f"{spec!r}: there is no file {source}; {FORMS}{beside}")
         found = importlib.util.spec_from_file_location(path.stem, path)
         assert found is not None and found.loader is not None
         module = importlib.util.module_from_spec(found)
