@@ -127,6 +127,7 @@ def test_llama_3_8b_needs_no_memory() -> None:
 
 SPEC_ERRORS = {
     "llama": "no colon",
+    "llama-3-8b": "no colon.*autopar simulate and advise know that name",
     "no_such_file.py:build": "no file no_such_file.py",
     "no_such_module:build": "No module named",
     "FILE:keyword": "did you mean keywords",
@@ -155,6 +156,11 @@ def test_configs_that_name_nothing(tmp_path: Path) -> None:
     file.write_text("{")
     with pytest.raises(ModelSpecError, match="no JSON"):
         load_model(f"hf:{file}")
+    with pytest.raises(ModelSpecError, match=f"; did you mean {file.name}"):
+        load_model(f"hf:{file.with_name('confg.json')}")
+    (tmp_path / "net.py").write_text("")
+    with pytest.raises(ModelSpecError, match=r"there is no file .*nte\.py; .*; did you mean net\.py"):
+        load_model(f"{tmp_path / 'nte.py'}:build")
 
 
 def test_arguments_that_do_not_fit(tmp_path: Path, source: str) -> None:

@@ -93,7 +93,10 @@ def load_config(path: Path, overrides: Mapping[str, str]) -> Any:
         raise ModelSpecError("hf: models need transformers; install it with pip install 'autopar[hf]'") from error
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise ModelSpecError(f"there is no {file}; give the path of a transformers config.json or of its folder")
+        beside = near(file.name, (one.name for one in file.parent.glob("*.json")))
+        raise ModelSpecError(
+            f"there is no {file}; give the path of a transformers config.json or of its folder{beside}"
+        )
     remedy = "give the path of a transformers config.json"
     raw = json_value(file_text(file, ModelSpecError, remedy), str(file), ModelSpecError, remedy)
     kind = raw.get("model_type") if isinstance(raw, dict) else None

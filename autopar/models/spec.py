@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.user_frame import user_frame
+from autopar.cost_models.named_shapes import NAMES
 from autopar.errors import ArgumentError, AutoparError, ModelSpecError
 from autopar.models.overrides import parse_literal
 from autopar.values.choices import check_choice, near
@@ -66,7 +67,8 @@ def load_model(
             raise ArgumentError(f"{name} {value} is not a positive number")
     kind, _, rest = spec.partition(":")
     if not rest:
-        raise ModelSpecError(f"{spec!r} has no colon; {FORMS}")
+        sizes_only = "; autopar simulate and advise know that name, whose sizes are all they need"
+        raise ModelSpecError(f"{spec!r} has no colon; {FORMS}{sizes_only if spec in NAMES else ''}")
     if kind == "hf":
         from autopar.models.hf import assumed_sizes, load_hf  # transformers is optional, and slow to import
 
