@@ -2,8 +2,8 @@
 
 import json
 import os
-import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,16 @@ from torch import nn
 import autopar
 from autopar.cli.main import main
 from autopar.errors import ArgumentError, MeshError
-from autopar.launch import job_of, job_yaml, pytorchjob_yaml, rank_table, sbatch_script, task_yaml, torchrun_command
+from autopar.launch import (
+    job_of,
+    job_yaml,
+    pytorchjob_yaml,
+    rank_table,
+    rank_table_script,
+    sbatch_script,
+    task_yaml,
+    torchrun_command,
+)
 from autopar.launch.job import label
 from autopar.launch.kubernetes import Pod
 from autopar.runtime.launchers import launched, tasks_of_nodes
@@ -79,26 +88,28 @@ def test_a_rank_table_says_all(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text("{}")
     with pytest.raises(MeshError, match="cannot be read as a rank table"):
         launched(table)
-    with pytest.raises(ArgumentError, match="2 nodes, --hosts names a"):
-        rank_table(job, ("a",))
 
 
 def test_a_job_is_the_plans_cluster(folder: Path, tmp_path: Path) -> None:
     job = job_of(folder, python="python", arguments=("--resume",), restarts=2)
     assert (job.nodes, job.per_node, job.gpus, job.device, job.name) == (2, 2, 2, "h100", "autopar-sequential")
-    assert torchrun_command(job, master="h0") == (
+    assert torchrun_command(job, hosts=("h0", "h1")) == (
         "env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "python", "-m", "torch.distributed.run",
         "--nproc-per-node=2", "--nnodes=2", "--rdzv-backend=c10d",
         "--rdzv-endpoint=h0:29500", "--rdzv-id=autopar-sequential", "--max-restarts=2",
         f"{job.folder}/train.py", "--resume",
     )  # fmt: skip
     assert job_of(folder, python="python", per_node=4).nodes == 1
+    for hosts, found in (((), "none"), (("a",), "a"), (("a", "a"), "a, a"), (("a", ""), "a, ")):
+        with pytest.raises(ArgumentError, match=f"the plan is for 2 nodes, --hosts names {found}; name each node once"):
+            torchrun_command(job, hosts=hosts)
     with pytest.raises(ArgumentError, match="4 ranks, which 3 a node do not divide"):
         job_of(folder, python="python", per_node=3)
     with pytest.raises(ArgumentError, match=r"is no exported folder: it has no plan\.json"):
         job_of(tmp_path, python="python")
-    with pytest.raises(ArgumentError, match=r"is no name of a job.*try a-b"):
-        job_of(folder, python="python", name="A b")
+    for name in ("A b", "1 a b"):
+        with pytest.raises(ArgumentError, match=r"is no name of a job.*try a-b"):
+            job_of(folder, python="python", name=name)
     assert (
         label("Foo_Bar\n#SBATCH --x") == "foo-bar-sbatch-x" and label("…") == "autopar" and len(label("x" * 99)) == 40
     )
@@ -110,10 +121,36 @@ def test_the_batch_file_is_quoted_and_parses(folder: Path) -> None:
     options = [line for line in script.splitlines() if line.startswith("#SBATCH")]
     assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=2", "#SBATCH --gpus-per-node=2"} < set(options)
     assert options[-1] == "#SBATCH --partition=gpu"
-    assert f"cd {shlex.quote(str(job.folder))}\n" in script and script.endswith("train.py --checkpoint 'a b; rm'\n")
-    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    stubs = 'scontrol() { printf "h0\\nh1\\n"; }; srun() { pwd; printf "%s\\n" "$MASTER_ADDR:$MASTER_PORT" "$@"; }\n'
+    said = {"SLURM_JOB_NODELIST": "h[0-1]", "SLURM_JOB_ID": "10007"}
+    done = subprocess.run(["bash"], input=stubs + script, env=os.environ | said, capture_output=True, text=True)
+    started = ["--kill-on-bad-exit=1", "python", "train.py", "--checkpoint", "a b; rm"]
+    assert done.stdout.splitlines() == [str(job.folder), "h0:20007", *started], done.stderr
     with pytest.raises(ArgumentError, match="write an option of sbatch"):
         sbatch_script(job, directives=("x\nrm -r /",))
+
+
+@pytest.mark.parametrize("failing", [None, 2])
+def test_the_script_of_a_rank_table_starts_one_server(failing: int | None, folder: Path, tmp_path: Path) -> None:
+    """Its ranks, all of which end when one fails."""
+    (tmp_path / "plan.json").write_text((folder / "plan.json").read_text())
+    (tmp_path / "train.py").write_text(
+        f"import os, sys, time\nrank = int(os.environ['RANK_ID'])\nif rank == {failing}:\n    sys.exit(7)\n"
+        f"if {failing} is not None:\n    time.sleep(60)\nprint(rank, *sys.argv[1:], flush=True)\n"
+    )
+    job = job_of(tmp_path, python=sys.executable, arguments=("a b; rm",))
+    (tmp_path / "rank_table.json").write_text(rank_table(job, ("a", "b")))
+
+    def started(server: str) -> "subprocess.CompletedProcess[str]":
+        words = ["bash", "-s", server]
+        return subprocess.run(words, input=rank_table_script(job), capture_output=True, text=True, timeout=30)
+
+    done = started("b")
+    if failing is None:
+        assert done.returncode == 0 and sorted(done.stdout.splitlines()) == ["2 a b; rm", "3 a b; rm"], done.stderr
+        assert "has no server c; it has a, b" in started("c").stderr
+    else:
+        assert done.returncode == 7 and not done.stdout
 
 
 def _documents(folder: Path) -> list[dict[str, Any]]:
@@ -174,6 +211,7 @@ def test_the_command_writes_and_says(
             main(["launch", str(folder), "--json", *words])
         return stop.value.code, json.loads(capsys.readouterr().out)
 
+    monkeypatch.setenv("PATH", "")
     code, said = run("--with", "slurm", "--sbatch", "time=1:00:00", "--", "--resume")
     assert code == 0 and said["command"][0] == "sbatch" and (folder / "launch.sbatch").is_file()
     assert "#SBATCH --time=1:00:00" in (folder / "launch.sbatch").read_text()
@@ -183,11 +221,17 @@ def test_the_command_writes_and_says(
         and "MASTER_ADDR=a" in said["command"]
         and (folder / "hostfile").read_text() == ("a slots=2\nb slots=2\n")
     )
-    code, said = run("--with", "rank-table", "--hosts", "a,b")
+    code, said = run("--with", "rank-table", "--hosts", " a , b ")
     assert code == 0 and not said["starts"]
     for words, message in (
-        ((), "the plan is for 2 nodes; name 2 with --hosts"),
+        ((), "the plan is for 2 nodes, --hosts names none"),
+        (("--hosts", "a,b", "--image", "i"), "--image does nothing under --with torchrun, which takes --hosts, --port"),
+        (("--with", "mpirun", "--hosts", "a,b", "--port", "1", "--restarts", "3"), "--restarts does nothing under"),
+        (("--with", "mpirun", "--hosts", "a,b", "--port", "1"), "mpirun is not found on this machine; install it"),
+        (("--per-node", "4", "--port", "1"), "--port is where several nodes meet"),
         (("--with", "mpirun", "--hosts", "a,b"), "needs --port, a free one of a"),
+        (("--with", "skypilot"), "has no autopar-*.whl, which a node installs"),
+        (("--cluster", "8xh100"), "has 8 devices; give --cluster, the file that the plan was made for"),
         (("--with", "kubernetes"), "needs --image"),
         (("--with", "kubernetes", "--image", "i"), "--claim NAME"),
         (("--with", "k8s"), "unknown launcher 'k8s'; choose one of torchrun, slurm"),
@@ -195,4 +239,3 @@ def test_the_command_writes_and_says(
     ):
         code, said = run(*words)
         assert code == 2 and message in said["error"], words
-    assert not (Path.cwd() / "x").exists() and os.path.lexists(folder)

@@ -1,12 +1,13 @@
 """`autopar launch`: start an exported folder, or write what starts it."""
 
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,7 +20,16 @@ from autopar.values.choices import check_choice
 if TYPE_CHECKING:  # the command line is there before torch is
     from autopar.launch import Job
 
-NAMED = ("torchrun", "slurm", "mpirun", "rank-table", "kubernetes", "pytorchjob", "skypilot")
+TAKEN = {
+    "torchrun": ("hosts", "port", "restarts"),
+    "slurm": ("sbatch", "restarts"),
+    "mpirun": ("hosts", "port"),
+    "rank-table": ("hosts",),
+    "kubernetes": ("image", "claim", "path", "restarts"),
+    "pytorchjob": ("image", "claim", "path", "restarts"),
+    "skypilot": ("setup", "accelerator", "restarts"),
+}
+"""Options of each launcher beside those that describe the job."""
 CONTAINERS = "Kubernetes and SkyPilot"
 SETUP = "pip install torch ./autopar-*.whl"
 """autopar is on no package index: its wheel is in the folder, which SkyPilot copies to every node."""
@@ -32,11 +42,12 @@ class LaunchRequest:
     kind: str
     hosts: tuple[str, ...]
     port: int | None
+    restarts: int
     sbatch: tuple[str, ...]
     image: str | None
     claim: str | None
     path: str | None
-    setup: str
+    setup: str | None
     accelerator: str | None
 
 
@@ -54,14 +65,14 @@ class LaunchAnswer:
 
 def launch(
     folder: Annotated[Path, typer.Argument(help="an exported folder, as autopar export writes it")],
-    kind: Annotated[str, option(MACHINE, "--with", help=", ".join(NAMED))] = "torchrun",
+    kind: Annotated[str, option(MACHINE, "--with", help=", ".join(TAKEN))] = "torchrun",
     hosts: Annotated[
         str | None, option(MACHINE, help="the nodes' names, separated by commas; ranks meet at the first")
     ] = None,
     per_node: Annotated[int | None, option(MACHINE, help="processes a node; by default the plan's cluster's")] = None,
     cluster: Annotated[str | None, option(MACHINE, help="the plan's cluster file, if it is no preset")] = None,
     port: Annotated[int | None, option(MACHINE, help="of the first node, where ranks meet")] = None,
-    restarts: Annotated[int, option(MACHINE, help="how often lost workers start again (torchrun, containers)")] = 0,
+    restarts: Annotated[int, option(MACHINE, help="how often lost workers start again (not mpirun, rank-table)")] = 0,
     sbatch: Annotated[
         list[str] | None,
         option(MACHINE, metavar="NAME=VALUE", help="of sbatch: partition=gpu; may be given several times"),
@@ -70,8 +81,9 @@ def launch(
     claim: Annotated[str | None, option(CONTAINERS, help="the PersistentVolumeClaim that holds the folder")] = None,
     path: Annotated[str | None, option(CONTAINERS, help="of the folder, in the image or the volume")] = None,
     setup: Annotated[
-        str, option(CONTAINERS, help="shell commands that install a SkyPilot node, in the folder")
-    ] = SETUP,
+        str | None,
+        option(CONTAINERS, help="shell commands that install a SkyPilot node, in the folder", show_default=SETUP),
+    ] = None,
     accelerator: Annotated[
         str | None, option(CONTAINERS, help="SkyPilot's name of the device, if the plan's is not known to it")
     ] = None,
@@ -83,8 +95,21 @@ def launch(
     arguments: Annotated[list[str] | None, typer.Argument(help="after --: for the folder's train.py")] = None,
 ) -> None:
     """Start an exported folder, or write what starts it: torchrun and mpirun run here, other launchers get a file."""
-    check_choice("launcher", kind, NAMED)
+    check_choice("launcher", kind, TAKEN)
     check_options(per_node=per_node, port=port, restarts=restarts)
+    asked = LaunchRequest(
+        kind=kind,
+        hosts=tuple(host.strip() for host in hosts.split(",")) if hosts is not None else (),
+        port=port,
+        restarts=restarts,
+        sbatch=tuple(sbatch or ()),
+        image=image,
+        claim=claim,
+        path=path,
+        setup=setup,
+        accelerator=accelerator,
+    )
+    _check_taken(asked)
     console = console_of(as_json)
     with one_answer(as_json) as answer:
         from autopar.launch import job_of
@@ -96,22 +121,16 @@ def launch(
             per_node=per_node,
             name=name,
             arguments=tuple(arguments or ()),
-            restarts=restarts,
-        )
-        asked = LaunchRequest(
-            kind=kind,
-            hosts=tuple(host.strip() for host in hosts.split(",")) if hosts is not None else (),
-            port=port,
-            sbatch=tuple(sbatch or ()),
-            image=image,
-            claim=claim,
-            path=path,
-            setup=setup,
-            accelerator=accelerator,
+            restarts=asked.restarts,
         )
         found = answered(job, asked)
         written = _written(job.folder, found.files)
         starts = found.starts and not dry_run
+        if starts and shutil.which(found.command[0]) is None:
+            raise ArgumentError(
+                f"{found.command[0]} is not found on this machine; install it, start the folder by --with torchrun, or "
+                "give --dry-run to write and print what starts it"
+            )
         answer.update(nodes=job.nodes, per_node=job.per_node, files=written, command=list(found.command), starts=starts)
     if not as_json:
         said = f"{job.world} processes: {job.nodes} node{'s' * (job.nodes > 1)} of {job.per_node}"
@@ -145,9 +164,10 @@ def _torchrun(job: "Job", asked: LaunchRequest) -> LaunchAnswer:
     from autopar.launch import torchrun_command
     from autopar.launch.job import PORT
 
-    _check_hosts(job, asked)
-    master = asked.hosts[0] if asked.hosts else None
-    return LaunchAnswer(command=torchrun_command(job, master=master, port=asked.port or PORT), files={}, starts=True)
+    if asked.port is not None and job.nodes == 1:
+        raise ArgumentError("--port is where several nodes meet, and the plan is for one; leave it out")
+    command = torchrun_command(job, hosts=asked.hosts, port=asked.port or PORT)
+    return LaunchAnswer(command=command, files={}, starts=True)
 
 
 def _slurm(job: "Job", asked: LaunchRequest) -> LaunchAnswer:
@@ -162,14 +182,14 @@ def _slurm(job: "Job", asked: LaunchRequest) -> LaunchAnswer:
 def _mpirun(job: "Job", asked: LaunchRequest) -> LaunchAnswer:
     from autopar.launch import mpirun_command
 
-    _check_hosts(job, asked)
+    hosts = job.hosts(asked.hosts)
     if not asked.hosts:
-        command = mpirun_command(job, master="127.0.0.1", port=asked.port or _free_port())
+        command = mpirun_command(job, master=hosts[0], port=asked.port or _free_port())
         return LaunchAnswer(command=command, files={}, starts=True)
-    text = "".join(f"{host} slots={job.per_node}\n" for host in asked.hosts)
+    text = "".join(f"{host} slots={job.per_node}\n" for host in hosts)
     if asked.port is None:
-        raise ArgumentError(f"mpirun on several nodes needs --port, a free one of {asked.hosts[0]}")
-    command = mpirun_command(job, master=asked.hosts[0], port=asked.port, hostfile=job.folder / "hostfile")
+        raise ArgumentError(f"mpirun on named hosts needs --port, a free one of {hosts[0]}")
+    command = mpirun_command(job, master=hosts[0], port=asked.port, hostfile=job.folder / "hostfile")
     return LaunchAnswer(command=command, files={"hostfile": text}, starts=True)
 
 
@@ -177,10 +197,8 @@ def _rank_table(job: "Job", asked: LaunchRequest) -> LaunchAnswer:
     from autopar.launch import rank_table, rank_table_script
     from autopar.launch.rank_table import SCRIPT_NAME, TABLE
 
-    _check_hosts(job, asked)
-    hosts = asked.hosts or ("127.0.0.1",)
-    files = {TABLE: rank_table(job, hosts), SCRIPT_NAME: rank_table_script(job)}
-    command = ("bash", str(job.folder / SCRIPT_NAME), hosts[0])
+    files = {TABLE: rank_table(job, asked.hosts), SCRIPT_NAME: rank_table_script(job)}
+    command = ("bash", str(job.folder / SCRIPT_NAME), job.hosts(asked.hosts)[0])
     return LaunchAnswer(command=command, files=files, starts=job.nodes == 1)
 
 
@@ -208,21 +226,24 @@ def _skypilot(job: "Job", asked: LaunchRequest) -> LaunchAnswer:
 
     accelerator = asked.accelerator or ACCELERATORS.get(job.device)
     if job.gpus and accelerator is None:
+        raise ArgumentError(f"SkyPilot's name of {job.device!r} is not known here; give --accelerator, as in H100")
+    if asked.setup is None and not [*job.folder.glob("autopar-*.whl")]:
         raise ArgumentError(
-            f"SkyPilot has no name for {job.device or 'the device of the plan'!r} here; give --accelerator, as in H100"
+            f"{job.folder} has no autopar-*.whl, which a node installs as autopar is on no package index; put one there "
+            "(pip wheel --no-deps REPOSITORY), or give --setup, the shell commands that install torch and autopar"
         )
-    text = task_yaml(job, accelerator=accelerator, setup=asked.setup)
+    text = task_yaml(job, accelerator=accelerator, setup=asked.setup or SETUP)
     return LaunchAnswer(
         command=("sky", "launch", str(job.folder / "skypilot.yaml")), files={"skypilot.yaml": text}, starts=False
     )
 
 
-def _check_hosts(job: "Job", asked: LaunchRequest) -> None:
-    if (asked.hosts and len(asked.hosts) != job.nodes) or (job.nodes > 1 and not asked.hosts):
-        raise ArgumentError(
-            f"the plan is for {job.nodes} node{'s' * (job.nodes > 1)}; name {job.nodes} with --hosts a,b,... "
-            f"(found {len(asked.hosts)}), the first the one where ranks meet"
-        )
+def _check_taken(asked: LaunchRequest) -> None:
+    """Raises ArgumentError for an option that would do nothing."""
+    names, taken = (field.name for field in fields(asked)), ("kind", *TAKEN[asked.kind])
+    if idle := [name for name in names if name not in taken and getattr(asked, name)]:
+        known = ", ".join(f"--{name}" for name in taken[1:])
+        raise ArgumentError(f"--{idle[0]} does nothing under --with {asked.kind}, which takes {known}; leave it out")
 
 
 def _written(folder: Path, files: dict[str, str]) -> list[str]:
@@ -240,5 +261,4 @@ def _free_port() -> int:
     """One of this machine that nobody listened at just now."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port: Any = free.getsockname()[1]
-        return int(port)
+        return int(free.getsockname()[1])

@@ -6,6 +6,7 @@ a row, and so do all launchers here (`runtime.launchers`).
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ class Job:
     """One run of an exported folder.
 
     folder: absolute, with its train.py.
-    name: letters, digits and hyphens, fit for a label of Kubernetes and a job's name of Slurm.
+    name: a letter, then letters, digits and hyphens, as Kubernetes names a Service.
     nodes, per_node: processes are numbered node by node.
     gpus: of a node; 0 on CPUs.
     device: of the plan's cluster, as presets name it.
@@ -48,6 +49,27 @@ class Job:
     @property
     def world(self) -> int:
         return self.nodes * self.per_node
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether processes compute on one node's cores, each with one thread then, as torchrun sets it."""
+        return not self.gpus and self.per_node > 1
+
+    def hosts(self, named: Sequence[str]) -> tuple[str, ...]:
+        """The nodes in the order of their ranks; of one node this machine, where none is named.
+
+        Raises:
+            ArgumentError: if these are not as many as the job has nodes, or one is empty or named twice.
+        """
+        if not named and self.nodes == 1:
+            return ("127.0.0.1",)
+        if len(named) != self.nodes or len({*named, ""}) != len(named) + 1:
+            nodes = f"{self.nodes} node{'s' * (self.nodes > 1)}"
+            raise ArgumentError(
+                f"the plan is for {nodes}, --hosts names {', '.join(named) or 'none'}; name each node once, as in "
+                "--hosts a,b, the one where ranks meet first"
+            )
+        return tuple(named)
 
 
 def job_of(
@@ -73,7 +95,8 @@ def job_of(
 
     Raises:
         ArgumentError: if the folder is no exported one, or a number does not divide the plan's ranks.
-        ClusterError: if the plan's cluster is not known, and neither `cluster` nor `per_node` says.
+        ClusterError: if the plan's cluster is not known, or `cluster` is none.
+        MeshError: if the cluster has not as many devices as the plan has ranks.
         PlanFileError: if its plan.json is none.
     """
     root = folder.resolve()
@@ -89,7 +112,9 @@ def job_of(
             f"the plan has {plan.world} ranks, which {own} a node do not divide; give another --per-node"
         )
     if name is not None and name != label(name):
-        raise ArgumentError(f"{name!r} is no name of a job: lower-case letters, digits and hyphens; try {label(name)}")
+        raise ArgumentError(
+            f"{name!r} is no name of a job: a lower-case letter, then letters, digits and hyphens; try {label(name)}"
+        )
     return Job(
         folder=root,
         name=name or label(f"autopar-{plan.model}"),
@@ -108,19 +133,21 @@ def _machine(planned: str, given: str | None, per_node: int | None, world: int) 
     try:
         machine = load_cluster(given) if given is not None else load_preset(planned)
     except ClusterError as error:
-        if given is not None or per_node is None:
-            remedy = "" if given is not None else "; give --cluster, the file that describes it, or --per-node"
-            raise ClusterError(
-                f"the plan is for cluster {planned!r:.80}: {str(error).splitlines()[0]}{remedy}"
-            ) from error
-        return "", per_node
+        if given is not None:
+            raise
+        raise ClusterError(
+            f"the plan is for cluster {planned!r:.80}, which is no preset; give --cluster, the file that describes it"
+        ) from error
     if machine.num_devices != world:
-        raise MeshError(f"the plan has {world} ranks, cluster {machine} has {machine.num_devices} devices")
+        raise MeshError(
+            f"the plan has {world} ranks, cluster {machine} has {machine.num_devices} devices; give --cluster, the "
+            "file that the plan was made for"
+        )
     levels = [level.size for level in machine.levels]
     own = math.prod(levels[1:]) if len(levels) > 1 else levels[0]
     return machine.device.name, per_node or own
 
 
 def label(text: str) -> str:
-    """A text as a label of a host's name: whatever else it has becomes a hyphen."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:LONGEST].strip("-") or "autopar"
+    """A text as a label of a host's name, from its first letter on: whatever else it has becomes a hyphen."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).lstrip("-0123456789")[:LONGEST].strip("-") or "autopar"

@@ -9,6 +9,7 @@ Sources of the forms: the API reference of Kubernetes (batch/v1 Job, v1 Service)
 (kubeflow.org/v1 PyTorchJob).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,19 +49,16 @@ def job_yaml(job: Job, pod: Pod) -> str:
             "ports": [{"name": "rendezvous", "port": PORT}],
         },
     }
-    command = [
-        *("python", "-m", "torch.distributed.run"),
+    options = [
         f"--nproc-per-node={job.per_node}",
         f"--nnodes={job.nodes}",
         "--node-rank=$(JOB_COMPLETION_INDEX)",
         f"--master-addr={job.name}-0.{job.name}",
         f"--master-port={PORT}",
-        f"{pod.path}/{SCRIPT}",
-        *job.arguments,
     ]
     template = {
         "metadata": {"labels": selector},
-        "spec": {"subdomain": job.name, "restartPolicy": "Never", **_pod(job, pod, "train", command)},
+        "spec": {"subdomain": job.name, "restartPolicy": "Never", **_pod(job, pod, "train", options)},
     }
     table = {
         "apiVersion": "batch/v1",
@@ -79,8 +77,7 @@ def job_yaml(job: Job, pod: Pod) -> str:
 
 def pytorchjob_yaml(job: Job, pod: Pod) -> str:
     """A PyTorchJob of Kubeflow's training operator, for kubectl apply."""
-    command = [*("python", "-m", "torch.distributed.run"), f"{pod.path}/{SCRIPT}", *job.arguments]
-    template = {"spec": _pod(job, pod, "pytorch", command)}
+    template = {"spec": _pod(job, pod, "pytorch", ())}
 
     def replica(count: int) -> dict[str, Any]:
         return {"replicas": count, "restartPolicy": "OnFailure" if job.restarts else "Never", "template": template}
@@ -93,10 +90,14 @@ def pytorchjob_yaml(job: Job, pod: Pod) -> str:
     return yaml_text(table)
 
 
-def _pod(job: Job, pod: Pod, name: str, command: list[str]) -> dict[str, Any]:
-    """Containers and volumes. A dollar of an argument is doubled, for Kubernetes replaces $(NAME)."""
-    words = [word if word.startswith("--node-rank=") else word.replace("$(", "$$(") for word in command]
-    container: dict[str, Any] = {"name": name, "image": pod.image, "command": words}
+def _pod(job: Job, pod: Pod, name: str, options: Sequence[str]) -> dict[str, Any]:
+    """Containers and volumes.
+
+    options: of torchrun. In other words a dollar is doubled, for Kubernetes replaces $(NAME).
+    """
+    own = [word.replace("$(", "$$(") for word in (f"{pod.path}/{SCRIPT}", *job.arguments)]
+    command = [job.python, "-m", "torch.distributed.run", *options, *own]
+    container: dict[str, Any] = {"name": name, "image": pod.image, "command": command}
     if job.gpus:
         container["resources"] = {"limits": {pod.gpu: job.gpus}}
     mounts, volumes = [{"name": "shm", "mountPath": "/dev/shm"}], [{"name": "shm", "emptyDir": {"medium": "Memory"}}]

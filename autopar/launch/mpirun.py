@@ -9,23 +9,17 @@ from pathlib import Path
 from autopar.launch.job import SCRIPT, Job
 
 
-def mpirun_command(
-    job: Job, *, master: str, port: int, hostfile: Path | None = None, mpirun: str = "mpirun"
-) -> tuple[str, ...]:
+def mpirun_command(job: Job, *, master: str, port: int, hostfile: Path | None = None) -> tuple[str, ...]:
     """Words of the command.
 
     master: the host of rank 0, which is the first of the host file.
     port: a free one of it.
     hostfile: Open MPI's, a line `HOST slots=N` a node; None for this machine.
     """
-    words = [mpirun, "--map-by", f"ppr:{job.per_node}:node:oversubscribe", "--bind-to", "none", "-np", str(job.world)]
+    words = ["mpirun", "--map-by", f"ppr:{job.per_node}:node:oversubscribe", "--bind-to", "none", "-np", str(job.world)]
     if hostfile is not None:
         words += ["--hostfile", str(hostfile)]
-    for variable in (f"MASTER_ADDR={master}", f"MASTER_PORT={port}", *_threads(job)):
+    threads = ("OMP_NUM_THREADS=1",) if job.shares_cores else ()
+    for variable in (f"MASTER_ADDR={master}", f"MASTER_PORT={port}", *threads):
         words += ["-x", variable]
     return (*words, job.python, str(job.folder / SCRIPT), *job.arguments)
-
-
-def _threads(job: Job) -> tuple[str, ...]:
-    """As torchrun sets it, for many processes share a node's cores."""
-    return () if job.gpus or job.per_node == 1 else ("OMP_NUM_THREADS=1",)

@@ -9,7 +9,6 @@ import json
 import shlex
 from collections.abc import Sequence
 
-from autopar.errors import ArgumentError
 from autopar.launch.job import PORT, SCRIPT, Job
 
 TABLE, SCRIPT_NAME = "rank_table.json", "launch_rank_table.sh"
@@ -18,15 +17,11 @@ TABLE, SCRIPT_NAME = "rank_table.json", "launch_rank_table.sh"
 def rank_table(job: Job, hosts: Sequence[str]) -> str:
     """The table's text.
 
-    hosts: of the nodes, in the order of their ranks, as each reaches the first.
+    hosts: of the nodes, as each reaches the first; none for one node.
 
     Raises:
-        ArgumentError: if these are not as many as the job has nodes, or one is named twice.
+        ArgumentError: as `Job.hosts`.
     """
-    if len(hosts) != job.nodes or len(set(hosts)) != len(hosts):
-        raise ArgumentError(
-            f"the job has {job.nodes} nodes, --hosts names {', '.join(hosts) or 'none'}; name each node once"
-        )
     servers = [
         {
             "server_id": host,
@@ -35,7 +30,7 @@ def rank_table(job: Job, hosts: Sequence[str]) -> str:
                 for d in range(job.per_node)
             ],
         }
-        for number, host in enumerate(hosts)
+        for number, host in enumerate(job.hosts(hosts))
     ]
     table = {"version": "1.0", "server_count": str(job.nodes), "server_list": servers, "status": "completed"}
     return json.dumps(table, indent=1) + "\n"
@@ -43,7 +38,7 @@ def rank_table(job: Job, hosts: Sequence[str]) -> str:
 
 def rank_table_script(job: Job) -> str:
     """A shell script that starts the processes of one node, and ends them all when one fails: `bash FILE SERVER_ID`."""
-    threads = "" if job.gpus else 'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"\n'
+    threads = 'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"\n' if job.shares_cores else ""
     command = shlex.join([job.python, SCRIPT, *job.arguments])
     return f"""#!/bin/bash
 # Starts the ranks of one server of {TABLE}: bash {SCRIPT_NAME} SERVER_ID, on each server.

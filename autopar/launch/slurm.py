@@ -39,7 +39,7 @@ def sbatch_script(job: Job, *, directives: Sequence[str] = ()) -> str:
             raise ArgumentError(f"--sbatch {directive!r}: write an option of sbatch, as in --sbatch partition=gpu")
     own += [f"--{directive.lstrip('-')}" for directive in directives]
     options = "\n".join(f"#SBATCH {option}" for option in own)
-    threads = "" if job.gpus else 'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"\n'
+    threads = 'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"\n' if job.shares_cores else ""
     command = shlex.join([job.python, SCRIPT, *job.arguments])
     return f"""#!/bin/bash
 {options}

@@ -5,6 +5,8 @@ needs is its own number of ranks, so a node that is gone has to be replaced befo
 goes on from its newest checkpoint where it is given `--checkpoint FOLDER --resume`.
 """
 
+from collections.abc import Sequence
+
 from autopar.launch.job import PORT, SCRIPT, Job
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
@@ -12,22 +14,21 @@ OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 finds addresses of the life before: Gloo connects to them and fails."""
 
 
-def torchrun_command(job: Job, *, master: str | None = None, port: int = PORT) -> tuple[str, ...]:
+def torchrun_command(job: Job, *, hosts: Sequence[str] = (), port: int = PORT) -> tuple[str, ...]:
     """Words of the command, the same on every node.
 
-    master: the host at which nodes meet, which all of them reach; None for one node.
+    hosts: the nodes, which meet at the first; none for one node, whose processes meet at a free port of their own.
+
+    Raises:
+        ArgumentError: as `Job.hosts`.
     """
+    master = job.hosts(hosts)[0]
     words = ["env", OWN_STORE] if job.restarts else []
     words += [job.python, "-m", "torch.distributed.run", f"--nproc-per-node={job.per_node}"]
     if job.nodes == 1:
         words.append("--standalone")
     else:
-        endpoint = f"{master}:{port}"
-        words += [
-            f"--nnodes={job.nodes}",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={endpoint}",
-            f"--rdzv-id={job.name}",
-        ]
+        words += [f"--nnodes={job.nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={master}:{port}"]
+        words.append(f"--rdzv-id={job.name}")
     words += [f"--max-restarts={job.restarts}", str(job.folder / SCRIPT)]
     return (*words, *job.arguments)

@@ -99,6 +99,7 @@ def test_torchrun_starts_lost_workers_again(folder: Path, tmp_path: Path, expect
         '    ended = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1"\n'
         "    for step, batch in enumerate",
     ).replace("        loss = ", "        if ended and step == 3:\n            os._exit(7)\n        loss = ")
+    assert broken.count("ended = ") == broken.count("os._exit(7)") == 1, "train.py as it is exported has other lines"
     script.write_text(broken)
     try:
         words = ("--restarts", "1", "--", "--checkpoint", str(tmp_path / "runs"), "--resume", "--every", "1")
