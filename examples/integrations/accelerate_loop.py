@@ -22,11 +22,10 @@ from examples.integrations.tiny import (
     GLOBAL_BATCH,
     LEARNING_RATE,
     Words,
-    compare,
+    agree,
+    in_turn,
     loss_fn,
     loss_of,
-    on_ranks,
-    planned,
     say,
     tiny,
 )
@@ -36,7 +35,7 @@ ONE_BATCH = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=Tru
 """A loader's batch is that of all processes, so schedulers too count steps whatever the number of ranks."""
 
 
-def train(accelerator: Any, first: int, last: int, folder: str) -> tuple[list[float], list[float]]:
+def train(accelerator: Any, folder: str, first: int, last: int) -> dict[str, list[float]]:
     """Train epochs `first` to `last`, going on from what `folder` holds; losses, and hits after each epoch.
 
     Nothing here knows of ranks.
@@ -65,7 +64,7 @@ def train(accelerator: Any, first: int, last: int, folder: str) -> tuple[list[fl
             losses.append(loss.item())
         hits.append(evaluate(accelerator, model, others))
     accelerator.save_state(folder)
-    return losses, hits
+    return {"training": losses, "hits": hits}
 
 
 def evaluate(accelerator: Any, model: Any, loader: Any) -> float:
@@ -83,27 +82,16 @@ def evaluate(accelerator: Any, model: Any, loader: Any) -> float:
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         alone = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=1, dataloader_config=ONE_BATCH)
-        losses, hits = train(alone, 0, EPOCHS, f"{folder}/alone")
-        found: tuple[list[float], list[float]] = [], []
-        for world, first, last in ((4, 0, 1), (2, 1, EPOCHS)):
-            planned(world).save(f"{folder}/{world}.json")
-            arguments = (f"{folder}/{world}.json", str(first), str(last), f"{folder}/ranks")
-            for said in on_ranks(world, "examples.integrations.accelerate_loop", *arguments):
-                found[0].extend(said["losses"])  # type: ignore[arg-type]
-                found[1].extend(said["hits"])  # type: ignore[arg-type]
-    names = "Accelerate alone", "4 ranks, then 2"
-    print("training")
-    same = compare(losses, found[0], names)
-    print("hits")
-    same &= compare(hits, found[1], names)
-    return 0 if same else 1
+        expected = train(alone, f"{folder}/alone", 0, EPOCHS)
+        runs = ((4, ("0", "1")), (2, ("1", str(EPOCHS))))
+        found = in_turn("examples.integrations.accelerate_loop", folder, runs)
+    return 0 if agree("Accelerate", expected, found) else 1
 
 
-def worker(plan: str, first: str, last: str, folder: str) -> None:
+def worker(plan: str, folder: str, first: str, last: str) -> None:
     """One of the ranks that torchrun started."""
     accelerator = Accelerator(plan=plan, distribute={"loss_fn": loss_fn}, dataloader_config=ONE_BATCH)
-    losses, hits = train(accelerator, int(first), int(last), folder)
-    say(losses=losses, hits=hits)
+    say(**train(accelerator, folder, int(first), int(last)))
     accelerator.end_training()
 
 

@@ -7,6 +7,7 @@ and save; two ranks resume from that checkpoint under a plan of their own (shard
 Validation losses are compared too.
 """
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -25,11 +26,10 @@ from examples.integrations.tiny import (
     GLOBAL_BATCH,
     LEARNING_RATE,
     Words,
-    compare,
+    agree,
+    in_turn,
     loss_fn,
     loss_of,
-    on_ranks,
-    planned,
     say,
     tiny,
 )
@@ -43,14 +43,13 @@ class Lit(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.model = tiny()
-        self.losses: list[float] = []
-        self.validated: list[float] = []
+        self.found: dict[str, list[float]] = {"training": [], "validation": []}
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         tokens, labels = batch
         loss = loss_of(self.model(tokens), labels)
         self.log("loss", loss, sync_dist=True)
-        self.losses.append(float(loss.detach()))
+        self.found["training"].append(float(loss.detach()))
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
@@ -59,15 +58,15 @@ class Lit(L.LightningModule):
         self.log("validation", loss, on_epoch=True, sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
-        self.validated.append(float(self.trainer.callback_metrics["validation"]))
+        self.found["validation"].append(float(self.trainer.callback_metrics["validation"]))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
 
 
-def fit(strategy: Any, devices: int, epochs: int, folder: str, resume: str | None = None) -> Lit:
-    """Train up to `epochs` epochs; the module with its losses."""
+def fit(strategy: Any, devices: int, folder: str, epochs: int, resume: str | None = None) -> dict[str, list[float]]:
+    """Train up to `epochs` epochs; losses."""
     lit = Lit()
     trainer = L.Trainer(
         accelerator="cpu",
@@ -83,34 +82,21 @@ def fit(strategy: Any, devices: int, epochs: int, folder: str, resume: str | Non
     )
     loaders = DataLoader(Words(), batch_size=GLOBAL_BATCH), DataLoader(Words(1, seed=2), batch_size=GLOBAL_BATCH)
     trainer.fit(lit, *loaders, ckpt_path=resume)
-    return lit
+    return lit.found
 
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
-        alone = fit("auto", 1, EPOCHS, f"{folder}/alone")
-        for world in (4, 2):
-            planned(world).save(f"{folder}/{world}.json")
-        found: dict[str, list[float]] = {"losses": [], "validated": []}
-        saved = f"{folder}/ranks/epoch=0.ckpt"
-        for world, epochs, resume in ((4, 1, ()), (2, EPOCHS, (saved,))):
-            arguments = (f"{folder}/{world}.json", str(world), str(epochs), f"{folder}/ranks", *resume)
-            for said in on_ranks(world, "examples.integrations.lightning_loop", *arguments):
-                for name, values in said.items():
-                    found[name] += values  # type: ignore[operator]
-    names = "Lightning alone", "4 ranks, then 2"
-    print("training")
-    same = compare(alone.losses, found["losses"], names)
-    print("validation")
-    same &= compare(alone.validated, found["validated"], names)
-    return 0 if same else 1
+        expected = fit("auto", 1, f"{folder}/alone", EPOCHS)
+        runs = ((4, ("1",)), (2, (str(EPOCHS), f"{folder}/ranks/epoch=0.ckpt")))
+        found = in_turn("examples.integrations.lightning_loop", folder, runs)
+    return 0 if agree("Lightning", expected, found) else 1
 
 
-def worker(plan: str, world: str, epochs: str, folder: str, resume: str | None = None) -> None:
+def worker(plan: str, folder: str, epochs: str, resume: str | None = None) -> None:
     """One of the ranks that torchrun started."""
     strategy = AutoparStrategy(autopar.load_plan(Path(plan)), loss_fn=loss_fn)
-    lit = fit(strategy, int(world), int(epochs), folder, resume)
-    say(losses=lit.losses, validated=lit.validated)
+    say(**fit(strategy, int(os.environ["WORLD_SIZE"]), folder, int(epochs), resume))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +91,7 @@ def say(**what: object) -> None:
         print(json.dumps(what), flush=True)
 
 
-def on_ranks(world: int, module: str, *arguments: str, timeout_seconds: float = 600.0) -> Iterator[dict[str, object]]:
+def on_ranks(world: int, module: str, *arguments: str, timeout_seconds: float = 600.0) -> Iterator[dict[str, Any]]:
     """What rank 0 says of `world` processes that torchrun starts.
 
     Raises:
@@ -108,6 +109,39 @@ def on_ranks(world: int, module: str, *arguments: str, timeout_seconds: float = 
     if done.returncode:
         raise RuntimeError(f"{module} on {world} ranks ended with {done.returncode}:\n{done.stderr[-6000:]}")
     return (json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"'))
+
+
+def in_turn(
+    module: str,
+    folder: str,
+    runs: Sequence[tuple[int, tuple[str, ...]]],
+    plan_of: Callable[[int], autopar.ModelPlan] = planned,
+) -> dict[str, list[float]]:
+    """What rank 0 says in runs of which each goes on from the one before, joined by name.
+
+    Args:
+        module: that runs; it is told the file of a plan, a folder for all runs, and what a run is told beside.
+        folder: for plans and what the runs save.
+        runs: of each the number of ranks, and what it is told beside.
+        plan_of: makes the plan for a number of ranks.
+    """
+    found: dict[str, list[float]] = {}
+    for world, arguments in runs:
+        plan = Path(folder, f"{world}.json")
+        plan_of(world).save(plan)
+        for said in on_ranks(world, module, str(plan), f"{folder}/ranks", *arguments):
+            for name, values in said.items():
+                found.setdefault(name, []).extend(values)
+    return found
+
+
+def agree(framework: str, alone: dict[str, list[float]], found: dict[str, list[float]]) -> bool:
+    """Print what a framework alone and 4 ranks, then 2, found, by name; whether all of it agrees to the tolerance."""
+    same = alone.keys() == found.keys()
+    for name, values in alone.items():
+        print(name)
+        same &= compare(values, found[name], (f"{framework} alone", "4 ranks, then 2"))
+    return same
 
 
 def compare(one: list[float], other: list[float], names: tuple[str, str]) -> bool:

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import autopar
 from autopar.integrations.transformers import Trainer
-from examples.integrations.tiny import GLOBAL_BATCH, compare, on_ranks, say
+from examples.integrations.tiny import GLOBAL_BATCH, agree, in_turn, say
 
 WORDS, SEQUENCE, STEPS, SAVED = 64, 16, 8, 5
 SETTINGS: dict[int, dict[str, Any]] = {
@@ -32,13 +32,13 @@ SETTINGS: dict[int, dict[str, Any]] = {
 """Of each number of ranks: eight samples an optimizer step all of them."""
 
 
-def llama() -> LlamaForCausalLM:
+def llama(layers: int = 2) -> LlamaForCausalLM:
     """The same weights in any process."""
     config = LlamaConfig(
         vocab_size=WORDS,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=SEQUENCE,
@@ -101,39 +101,34 @@ class Stop(transformers.TrainerCallback):
         control.should_training_stop = state.global_step >= self.steps
 
 
-def logged(history: list[dict[str, float]], name: str) -> list[float]:
-    return [entry[name] for entry in history if name in entry]
+def logged(trainer: Any, first: int = 0) -> dict[str, list[float]]:
+    """What a Trainer logged after step `first`, by name."""
+    entries = [entry for entry in trainer.state.log_history if entry["step"] > first]
+    return {n: [entry[n] for entry in entries if n in entry] for n in ("loss", "grad_norm", "eval_loss")}
 
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         alone = trainer(transformers.Trainer, 1, STEPS, f"{folder}/alone")
         alone.train()
-        history: list[dict[str, float]] = []
-        for world, steps, resume in ((4, SAVED, ()), (2, STEPS, (f"{folder}/ranks/checkpoint-{SAVED}",))):
-            planned(world).save(f"{folder}/{world}.json")
-            arguments = (f"{folder}/{world}.json", str(world), str(steps), f"{folder}/ranks", *resume)
-            for said in on_ranks(world, "examples.integrations.trainer_loop", *arguments):
-                history = said["history"]  # type: ignore[assignment]
+        runs = ((4, (str(SAVED), "0")), (2, (str(STEPS), str(SAVED))))
+        found = in_turn("examples.integrations.trainer_loop", folder, runs, planned)
         kept = LlamaForCausalLM.from_pretrained(f"{folder}/ranks")
         difference = max(
             float((a - b).detach().abs().max())
             for a, b in zip(kept.parameters(), alone.model.parameters(), strict=True)
         )
-    same, names = True, ("Trainer alone", "4 ranks, then 2")
-    for name in ("loss", "grad_norm", "eval_loss"):
-        print(name)
-        same &= compare(logged(alone.state.log_history, name), logged(history, name), names)
+    same = agree("Trainer", logged(alone), found)
     print(f"largest difference of the saved weights: {difference:.1e}")
     return 0 if same and difference < 1e-5 else 1
 
 
-def worker(plan: str, world: str, steps: str, folder: str, resume: str | None = None) -> None:
-    """One of the ranks that torchrun started."""
-    made = trainer(Trainer, int(world), int(steps), folder, plan=Path(plan))
-    made.train(resume_from_checkpoint=resume)
+def worker(plan: str, folder: str, steps: str, first: str) -> None:
+    """One of the ranks that torchrun started, which trains from step `first`, saved by others if it is not 0, on."""
+    made = trainer(Trainer, int(os.environ["WORLD_SIZE"]), int(steps), folder, plan=Path(plan))
+    made.train(resume_from_checkpoint=f"{folder}/checkpoint-{first}" if int(first) else None)
     made.save_model()
-    say(history=made.state.log_history)
+    say(**logged(made, int(first)))
     dist.destroy_process_group()
 
 
