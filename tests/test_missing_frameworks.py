@@ -19,5 +19,5 @@ def test_what_to_install_is_said(module: str, package: str, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingPackageError, match=f"install it: pip install {package}") as raised:
         importlib.import_module(name)
-    assert isinstance(raised.value, AutoparError | ImportError)
+    assert isinstance(raised.value, AutoparError) and isinstance(raised.value, ImportError)
     sys.modules.pop(name, None)

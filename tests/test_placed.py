@@ -48,6 +48,11 @@ def dims(data: int = 1, tensor: int = 1, pipeline: int = 1, **more: int) -> Any:
     )
 
 
+class Initialized(cases.Tiny):
+    def init_weights(self) -> None:
+        self.load_state_dict({name: value + dist.get_rank() for name, value in cases.tiny().state_dict().items()})
+
+
 def whole() -> tuple[list[float], dict[str, Tensor]]:
     """Losses of two steps of the whole model, and its parameters then."""
     model, (tokens, labels) = cases.tiny(), batch()
@@ -77,7 +82,10 @@ def outside(logits: Tensor, labels: Tensor) -> Tensor:
 def traced_steps(plan: str, data: int, tensor: int) -> tuple[list[float], dict[str, Tensor], set[str], list[bool]]:
     """What torchtitan's graph trainer does: forward, loss and gradients traced once, with parameters as inputs."""
     place = parallelize_fn(autopar.load_plan(Path(plan)), loss_fn=cases.loss_fn)
-    module = place(cases.tiny(), parallel_dims=dims(data, tensor))
+    with torch.device("meta"):
+        model = Initialized()
+    module = place(model, parallel_dims=dims(data, tensor))
+    module.init_weights()  # as rank 0 draws them
     rows = cases.GLOBAL_BATCH // data
     first = dist.get_rank() // tensor * rows
     tokens, labels = (value[first : first + rows] for value in batch())
@@ -123,7 +131,7 @@ def test_a_traced_step_of_a_placed_module_is_that_of_the_model(
     """Also where the plan splits rows over ranks that the loop gives the same rows."""
     world = data * tensor
     plan = autopar.plan(
-        cases.tiny(), cases.example_batch(), cluster=f"{world}xcpu", baseline=how, loss_fn=cases.loss_fn
+        Initialized(), cases.example_batch(), cluster=f"{world}xcpu", baseline=how, loss_fn=cases.loss_fn
     )
     plan.save(tmp_path / "plan.json")
     losses, values = whole()

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from autopar.errors import ArgumentError, OptimizerError
+from autopar.errors import ArgumentError
 from autopar.integrations.global_batches import with_batches_joined
 from autopar.integrations.in_place import (
     as_plan,
     call_whole_steps,
+    check_optimizers,
     distribute_with,
     is_distributed,
-    unknown_parameters,
 )
 from autopar.integrations.packages import missing
 from autopar.integrations.refused import refuse_options, refuse_precision, refuse_state
@@ -90,14 +90,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """As ever; an optimizer that is prepared with its model may have been made before or after.
 
         Raises:
-            ArgumentError: for a second model or optimizer.
-            OptimizerError: for an optimizer that holds other parameters than the model's.
+            ArgumentError: for a second model.
+            OptimizerError: for a second optimizer, or one that holds other parameters than the model's.
             Everything that `autopar.distribute` raises.
         """
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
         for model in (one for one in args if isinstance(one, nn.Module)):
             self._distribute(model, optimizers)
-        self._check_optimizers(args, optimizers)
+        if models := [one for one in (*args, *self._models) if isinstance(one, nn.Module)]:
+            known = [*self._optimizers, *(one for one in optimizers if one not in self._optimizers)]
+            instead = "prepare it together with the model, or make it of the prepared model's parameters"
+            check_optimizers(known, models[0], instead)
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -120,21 +123,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if not is_distributed(model):
             distribute_with(model, self.plan, [getattr(one, "optimizer", one) for one in optimizers], self.options)
             call_whole_steps(model)
-
-    def _check_optimizers(self, args: tuple[Any, ...], optimizers: list[torch.optim.Optimizer]) -> None:
-        known = [*self._optimizers, *(one for one in optimizers if one not in self._optimizers)]
-        if len(known) > 1:
-            raise ArgumentError(
-                f"{len(known)} optimizers were given to prepare, and a checkpoint keeps the state of one; give one "
-                "optimizer with groups of parameters"
-            )
-        models = [one for one in (*args, *self._models) if isinstance(one, nn.Module)]
-        for optimizer, model in ((one, models[0]) for one in optimizers if models):
-            if strange := unknown_parameters(optimizer, model):
-                raise OptimizerError(
-                    f"the {type(optimizer).__name__} holds {len(strange)} parameters that the distributed model does "
-                    "not have; prepare it together with the model, or make it of the prepared model's parameters"
-                )
 
     def prepare_data_loader(
         self,
@@ -203,8 +191,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Rows of the global batch that a loader gave last, None if it does not know."""
         state = self.gradient_state
         loader = state.active_dataloader
-        whole = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-        if loader is None or not state.end_of_dataloader:
+        if loader is None:
+            return None
+        whole = getattr(loader.batch_sampler, "batch_size", None)  # a user's own sampler may not say
+        if not state.end_of_dataloader:
             return whole
         if state.remainder > 0:
             return int(state.remainder)

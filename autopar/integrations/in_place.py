@@ -4,18 +4,18 @@ The model itself becomes the distributed module and keeps its class, so that a f
 or saves it finds what it knows. An optimizer that holds its old parameters is given the new ones.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autopar.api.decorator import distribute_in_place
 from autopar.api.distributed_tree import follow
 from autopar.api.model_plan import load_plan
 from autopar.errors import ArgumentError, OptimizerError
-from autopar.integrations.whole_steps import WholeSteps, runs_whole_steps
+from autopar.integrations.whole_steps import called_in_whole_steps, runs_whole_steps
 from autopar.runtime.checkpoint import distributed_in
 from autopar.runtime.trainable import DECORATED, Trainable
 from autopar.values.plan import Plan
@@ -82,10 +82,30 @@ def _check_new(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> No
         )
 
 
-def unknown_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Tensor]:
-    """Parameters of an optimizer that a distributed model does not have."""
+def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module, instead: str) -> None:
+    """Refuse what would leave a distributed model as it is, or a checkpoint without state.
+
+    Args:
+        optimizers: all that there are.
+        model: distributed, or what holds it.
+        instead: what to do about an optimizer of other parameters.
+
+    Raises:
+        OptimizerError: for more than one, or parameters that the model does not have.
+    """
+    if len(optimizers) > 1:
+        raise OptimizerError(
+            f"there are {len(optimizers)} optimizers, and a checkpoint of a plan keeps the state of one; give one "
+            "optimizer with groups of parameters"
+        )
     known = {id(parameter) for parameter in model.parameters()}
-    return [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    for optimizer in optimizers:
+        strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        if strange:
+            raise OptimizerError(
+                f"the {type(optimizer).__name__} holds {len(strange)} parameters that the distributed model does not "
+                f"have; {instead}"
+            )
 
 
 def call_whole_steps(model: nn.Module) -> None:
@@ -94,13 +114,13 @@ def call_whole_steps(model: nn.Module) -> None:
     module = distributed_in(model)
     if not runs_whole_steps(module):
         return
-    steps, before = WholeSteps(module), type(model)
+    before = type(model)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if DECORATED not in vars(self):  # it is being captured, and is the original
             return before.__call__(self, *args, **kwargs)
         follow(self)
-        return steps(*args, **kwargs)
+        return called_in_whole_steps(module, *args, **kwargs)
 
     body = {"__module__": before.__module__, "__qualname__": before.__qualname__, "__doc__": before.__doc__}
     model.__class__ = type(before.__name__, (before,), {**body, "__call__": call})

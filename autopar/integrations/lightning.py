@@ -11,8 +11,8 @@ with Lightning's own state in it, and is read under any plan and number of ranks
 """
 
 import os
-import pickle
 import shutil
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import ArgumentError, OptimizerError
-from autopar.integrations.in_place import call_whole_steps, distribute_with, is_distributed
+from autopar.errors import ArgumentError
+from autopar.integrations.in_place import call_whole_steps, check_optimizers, distribute_with, is_distributed
 from autopar.integrations.packages import missing
 from autopar.runtime import finish_saving, init, latest, load, save
 from autopar.runtime.checkpoint import distributed_in
@@ -76,7 +76,7 @@ class AutoparStrategy(ParallelStrategy):  # type: ignore[misc]
 
     Raises:
         ArgumentError: for a precision of Lightning's that casts, parameters outside the part, a part that is not there.
-        OptimizerError: for more than one optimizer.
+        OptimizerError: for more than one optimizer, or one of other parameters.
         Everything that `autopar.distribute` raises, when the trainer sets up the model.
     """
 
@@ -258,18 +258,13 @@ class AutoparStrategy(ParallelStrategy):  # type: ignore[misc]
             group["params"] = [p for p in group["params"] if id(p) in own]  # others are of other stages
 
     def check_optimizers(self, optimizers: list[Any]) -> None:
-        """Raises OptimizerError for more than one."""
-        if len(optimizers) > 1:
-            raise OptimizerError(
-                f"configure_optimizers made {len(optimizers)} optimizers; a checkpoint of a plan keeps the state of "
-                "one: give one optimizer with groups of parameters"
-            )
+        """Raises OptimizerError for more than one, or one of parameters from before the part was distributed."""
+        check_optimizers(optimizers, self.lightning_module, "make it in configure_optimizers, of self.parameters()")
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        self.module.training = getattr(
-            self.lightning_module, self.part
-        ).training  # after validation Lightning sets flags
+        part = getattr(self.lightning_module, self.part)
+        self.module.training = part.training  # after validation Lightning sets flags
         return super().training_step(*args, **kwargs)
 
     def teardown(self) -> None:
@@ -339,8 +334,12 @@ class AutoparStrategy(ParallelStrategy):  # type: ignore[misc]
         return held.state
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            shutil.rmtree(filepath, ignore_errors=True)
+        if not self.is_global_zero:
+            return
+        try:
+            shutil.rmtree(filepath)
+        except OSError as error:
+            warnings.warn(f"the old checkpoint {filepath} stays ({error}); remove it by hand", stacklevel=2)
 
     def _folder(self, filepath: Any, storage_options: Any) -> Path:
         path = str(self.broadcast(filepath))
@@ -353,7 +352,7 @@ class AutoparStrategy(ParallelStrategy):  # type: ignore[misc]
 
     def _first_ranks(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Lightning's state as rank 0 has it, on every rank: ranks are one process to Lightning."""
-        told: dict[str, Any] = pickle.loads(self.broadcast(pickle.dumps(_plain(checkpoint))))
+        told: dict[str, Any] = self.broadcast(_plain(checkpoint))
         return told
 
 

@@ -8,7 +8,7 @@ whoever traces to say.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,7 +128,10 @@ def _as_rows(stage: CapturedModel, name: str, rows: Sequence[str], plan: ModelPl
     node = stage.nodes[name]
     shape = tuple(node.meta["val"].shape)
     if not shape or shape[0] % math.prod(plan.mesh.shape[: len(rows)]):
-        raise BatchError(f"the model returns {shape}, whose rows are not dealt out evenly to {len(rows)} mesh axes")
+        raise BatchError(
+            f"the model returns {shape}, whose rows are not dealt out evenly over {' x '.join(rows) or 'no axis'} of "
+            f"mesh {plan.mesh}; plan a model that returns the batch first, for a global batch that these ranks divide"
+        )
     whole = INVARIANT if node.meta["requires_grad"] else REPLICATE
     return Layout(tuple(Shard(0) if axis in rows else whole for axis in plan.mesh.names))
 
@@ -264,19 +267,18 @@ class PlacedModule(nn.Module):
         model.to_empty(device="cpu")
         with torch.no_grad():
             model.init_weights(**how)
-            self.take(dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers()))
+            for name, value in (*model.named_parameters(), *model.named_buffers()):
+                self._take(name, first_ranks_value(value.detach(), self.device))
         model.to("meta")
 
-    def take(self, values: Mapping[str, Tensor]) -> None:
-        """Write this rank's part of whole parameters and buffers, rank 0's values of each; all ranks call this."""
-        captured, plan = self.placed.local.captured, self.placed.local.plan
-        coordinate = plan.mesh.coordinate(self.groups.rank)
-        told = {name: first_ranks_value(values[name].detach(), self.device) for name in sorted(values)}
-        for spec in captured.parameters:
-            part = local_part(told[spec.names[0]], plan.layouts[spec.placeholder], plan.mesh, coordinate)
-            local_tensor(self._held(spec.names[0])).copy_(part)
-        for buffer in captured.buffers:
-            self._held(buffer.names[0]).copy_(told[buffer.names[0]])
+    def _take(self, name: str, whole: Tensor) -> None:
+        """Write this rank's part of a whole parameter or buffer, of those that its stage has."""
+        captured, mesh = self.placed.local.captured, self.placed.local.plan.mesh
+        for spec in (spec for spec in captured.parameters if name in spec.names):
+            part = local_part(whole, self._layout(spec.placeholder), mesh, mesh.coordinate(self.groups.rank))
+            local_tensor(self._held(name)).copy_(part)
+        if any(name in buffer.names for buffer in captured.buffers):
+            self._held(name).copy_(whole)
 
 
 def _local(value: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from typing import Any
 
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
-from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.api.model_plan import ModelPlan
@@ -125,12 +124,10 @@ def _placement(one: Any, gradient: TorchPlacement | None, axis: int) -> Placemen
         if one.reduce_op != "sum":
             raise ArgumentError(f"mesh axis {axis} has {one}; a plan knows partial sums only")
         return PARTIAL
-    if one.is_shard() or not isinstance(one, TorchShard):
-        dim = getattr(one, "dim", -1)
-        if dim < 0:
-            raise ArgumentError(f"mesh axis {axis} has {one}; give Shard with a dim from 0, Replicate or Partial")
-        return Shard(dim)
-    return Shard(one.dim)
+    dim = getattr(one, "dim", -1)  # Shard and _StridedShard have one
+    if dim < 0:
+        raise ArgumentError(f"mesh axis {axis} has {one}; give Shard with a dim from 0, Replicate or Partial")
+    return Shard(dim)
 
 
 def _orders(axes: tuple[Placement, ...]) -> list[tuple[int, ...]]:

@@ -130,7 +130,10 @@ class StagedSchedule:
             raise ArgumentError("stages of a plan take no keywords and return no outputs of a step; leave them out")
         for one in (arg_mbs, target_mbs):
             if one is not None and len(one) != self.microbatches:
-                raise ArgumentError(f"{len(one)} micro-batches; the plan is for {self.microbatches}")
+                raise ArgumentError(
+                    f"{len(one)} micro-batches were given, and the plan is for {self.microbatches}; set "
+                    "training.local_batch_size and parallelism.pipeline_parallel_microbatch_size for as many"
+                )
         inputs = () if arg_mbs is None else tuple(torch.cat(parts) for parts in zip(*arg_mbs, strict=True))
         target = None if target_mbs is None else torch.cat(list(target_mbs))
         self.schedule.step(*inputs, target=target, losses=losses, loss_kwargs=loss_kwargs, return_outputs=False)
@@ -146,16 +149,15 @@ def check_degrees(plan: ModelPlan, parallel_dims: Any, training: Any) -> None:
     """Raises MeshError or ArgumentError where torchtitan's configuration is not the plan's."""
     check_world(plan.mesh, plan.pipeline, dist.get_world_size())
     for name in ("cp", "ep"):
-        if getattr(parallel_dims, name, 1) > 1:
+        if getattr(parallel_dims, name) > 1:
             raise ArgumentError(f"the plan splits what it splits by itself; set the {name} degree to 1")
-    pp, tp = getattr(parallel_dims, "pp", 1), getattr(parallel_dims, "tp", 1)
-    rows = batch_degree(parallel_dims)
+    pp, tp, rows = parallel_dims.pp, parallel_dims.tp, batch_degree(parallel_dims)
     if pp != plan.pipeline or rows * tp != plan.mesh.size:
         raise MeshError(
             f"torchtitan has pipeline {pp}, data parallel {rows}, tensor parallel {tp}; the plan is for pipeline "
             f"{plan.pipeline} of mesh {plan.mesh}; set degrees whose product is the mesh's, or plan for these ranks"
         )
-    asked = getattr(training, "mixed_precision_param", None)
+    asked = None if training is None else training.mixed_precision_param
     computed = str(PRECISIONS[plan.config.precision].compute).removeprefix("torch.")
     if asked is not None and asked != computed:
         raise ArgumentError(

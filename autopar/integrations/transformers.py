@@ -9,7 +9,7 @@ micro-batches and stages; every rank reads all rows. The model becomes the distr
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -79,6 +79,7 @@ class Trainer(transformers.Trainer):
         args = transformers.TrainingArguments("tmp_trainer") if args is None else args
         refuse_arguments(args, self.plan)
         init()
+        self._check_batch(args, options.get("train_dataset"))
         self._collected: list[dict[str, Any]] = []
         self._has_noticed = False
         self._whole: dict[str, Tensor] = {}
@@ -88,7 +89,6 @@ class Trainer(transformers.Trainer):
         args.average_tokens_across_devices = False  # every rank counts those of the global batch
         super().__init__(model=model, args=args, **options)
         self.model_accepts_loss_kwargs = False  # the step is one batch, whose loss is the mean that the model takes
-        self._check_batch(args)
         if self._has_own_loss and (self.plan.microbatches > 1 or self.plan.num_stages > 1):
             raise ArgumentError(
                 "a loss outside the model (compute_loss_func, label_smoothing_factor, compute_loss of a subclass) "
@@ -107,9 +107,10 @@ class Trainer(transformers.Trainer):
         overridden = type(self).compute_loss is not transformers.Trainer.compute_loss
         return overridden or self.compute_loss_func is not None or self.label_smoother is not None
 
-    def _check_batch(self, args: transformers.TrainingArguments) -> None:
+    def _check_batch(self, args: transformers.TrainingArguments, data: Any) -> None:
         planned = self.plan.call.batch() if isinstance(self.plan, ModelPlan) and self.plan.call else None
-        parts = args.per_device_train_batch_size, dist.get_world_size(), args.gradient_accumulation_steps
+        processes = 1 if args.accelerator_config.split_batches else dist.get_world_size()
+        parts = args.per_device_train_batch_size, processes, args.gradient_accumulation_steps
         asked = parts[0] * parts[1] * parts[2]
         if planned is not None and asked != planned:
             raise BatchError(
@@ -117,19 +118,11 @@ class Trainer(transformers.Trainer):
                 f"{parts[1]} processes x gradient_accumulation_steps {parts[2]} are {asked}; change one of them, or "
                 f"plan with global_batch={asked} (and microbatches={parts[2]} for as many parts)"
             )
-        self._check_last_batch(asked)
-
-    def _check_last_batch(self, batch: int) -> None:
-        """Raises BatchError if an epoch ends with fewer rows than stages take."""
-        try:
-            rows = len(self.train_dataset)  # type: ignore[arg-type]
-        except TypeError:  # none, or one without a length
-            return
-        ends = self.args.max_steps < 0 or self.args.max_steps > rows // batch
-        if self.plan.num_stages > 1 and rows % batch and ends:
+        rows = len(data) if isinstance(data, Sized) else 0
+        if self.plan.num_stages > 1 and rows % asked and not 0 < args.max_steps <= rows // asked:
             raise BatchError(
-                f"an epoch of {rows} samples ends with {rows % batch}, and pipeline stages take the global batch of "
-                f"{batch} alone; give the Trainer {rows - rows % batch} samples, or plan without stages"
+                f"an epoch of {rows} samples ends with {rows % asked}, and pipeline stages take the global batch of "
+                f"{asked} alone; give the Trainer {rows - rows % asked} samples, or plan without stages"
             )
 
     def _notice(self, batch: Mapping[str, Any]) -> None:
@@ -203,7 +196,8 @@ class Trainer(transformers.Trainer):
         return super()._inner_training_loop(*args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """This rank's share: the Trainer adds up those of all ranks, and each sees the global batch."""
+        """This rank's share: the Trainer adds up those of all ranks, each of which counts the global batch and the
+        parameters of its stages."""
         return round(super().floating_point_ops(inputs) / self.plan.mesh.size)
 
     # Checkpoints.
@@ -266,13 +260,15 @@ def _joined(batches: list[dict[str, Any]]) -> dict[str, Any]:
     if len(batches) == 1:
         return batches[0]
     joined: dict[str, Any] = {}
-    for name, first in batches[0].items():
+    for name in dict.fromkeys(name for batch in batches for name in batch):
         values: list[Any] = [batch.get(name) for batch in batches]
-        if not isinstance(first, Tensor) or any(getattr(v, "shape", ())[1:] != first.shape[1:] for v in values):
-            sizes = ", ".join(str(tuple(getattr(value, "shape", ()))) for value in values)
+        rows = {tuple(one.shape[1:]) if isinstance(one, Tensor) and one.dim() else None for one in values}
+        if len(rows) > 1 or None in rows:
+            sizes = [str(tuple(one.shape)) if isinstance(one, Tensor) else type(one).__name__ for one in values]
             raise BatchError(
-                f"the batches of a step have {name} of sizes {sizes}, which do not make one batch; pad to one length "
-                "(the collator's padding='max_length', or pad_to_multiple_of)"
+                f"the batches of a step have {name} of sizes {', '.join(sizes)}, which do not make one batch; pad to "
+                "one length (the collator's padding='max_length', or pad_to_multiple_of), and give each the same "
+                "tensors"
             )
         joined[name] = torch.cat(values)
     return joined

@@ -4,8 +4,6 @@ Each tensor is gathered on all ranks and kept in the CPU's memory of those that 
 device. A tensor of another stage comes from a rank that has it.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.runtime.checkpoint import distributed_in
 from autopar.runtime.lost_ranks import among_ranks
+from autopar.runtime.pipeline import PipelinedModule
 
 Named = dict[str, tuple[str, tuple[int, ...], torch.dtype]]
 """Of each name of a rank's state dict: the first name of what may be tied, its shape and dtype."""
@@ -33,7 +32,7 @@ def whole_state(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     first = {name: spec.names[0] for state in own.states for spec in state.specs.values() for name in spec.names}
     mine: Named = {name: (first.get(name, name), tuple(value.shape), value.dtype) for name, value in held.items()}
     told = [mine]
-    if _is_staged(own):
+    if isinstance(own, PipelinedModule):
         told = [{} for _ in range(dist.get_world_size())]
         with among_ranks("naming the tensors of stages"):
             dist.all_gather_object(told, mine)
@@ -47,12 +46,8 @@ def whole_state(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
                 with among_ranks(f"sending {name}"):
                     dist.broadcast(whole.contiguous(), src=source)
             made[tied] = whole.cpu() if keep else torch.empty(0)
-    every: dict[str, Any] = {name: tied for names in told for name, (tied, _, _) in names.items()}
+    every = {name: tied for names in told for name, (tied, _, _) in names.items()}
     return {name: made[tied] for name, tied in every.items()} if keep else {}
-
-
-def _is_staged(module: Any) -> bool:
-    return getattr(module.plan, "num_stages", 1) > 1
 
 
 def _whole(value: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autopar.errors import ArgumentError
 from autopar.runtime.data import LocalBatch
+from autopar.runtime.pipeline import PipelinedModule
 from autopar.runtime.trainable import Output, Trainable
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
@@ -21,8 +22,7 @@ Gradients = list[tuple[nn.Parameter, Tensor]]
 
 def runs_whole_steps(module: Trainable) -> bool:
     """Whether the plan of a module leaves no backward pass to the loop."""
-    plan = cast(Any, module).plan
-    return plan.microbatches > 1 or getattr(plan, "num_stages", 1) > 1
+    return isinstance(module, PipelinedModule) or cast(Any, module).plan.microbatches > 1
 
 
 def step_loss(module: Trainable, batch: Any) -> Tensor:
@@ -77,28 +77,20 @@ class _HandedOver(torch.autograd.Function):
         return None, None, None
 
 
-class WholeSteps:
-    """Stands for a distributed module where a loop calls it: a call in training runs a whole step (`step_loss`), all
-    else is the module's.
+def called_in_whole_steps(module: Trainable, *args: Any, **kwargs: Any) -> Any:
+    """What a loop's call of a distributed module returns: in training a whole step's loss (`step_loss`), in the form
+    in which the module returns it; else what the module returns.
 
-    module: the distributed module.
-    bare: a call returns the loss itself instead of what has it as `loss`.
+    Raises:
+        ArgumentError: in training, for inputs by position and by keyword together.
     """
-
-    def __init__(self, module: Trainable) -> None:
-        self.module = module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.module.training and torch.is_grad_enabled()):
-            return self.module(*args, **kwargs)
-        if args and kwargs:
-            raise ArgumentError(
-                f"a step of the plan takes one batch, and was called with {len(args)} positions and the keywords "
-                f"{', '.join(kwargs)}; give all inputs as positions or all as keywords"
-            )
-        is_local = len(args) == 1 and isinstance(args[0], LocalBatch)
-        loss = step_loss(self.module, args[0] if is_local else kwargs or args)
-        return loss if cast(Any, self.module).bare else Output(loss)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
+    if not (module.training and torch.is_grad_enabled()):
+        return module(*args, **kwargs)
+    if args and kwargs:
+        raise ArgumentError(
+            f"a step of the plan takes one batch, and was called with {len(args)} positions and the keywords "
+            f"{', '.join(kwargs)}; give all inputs as positions or all as keywords"
+        )
+    is_local = len(args) == 1 and isinstance(args[0], LocalBatch)
+    loss = step_loss(module, args[0] if is_local else kwargs or args)
+    return loss if cast(Any, module).bare else Output(loss)

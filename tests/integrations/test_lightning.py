@@ -203,6 +203,10 @@ def test_what_cannot_be_is_said() -> None:
         outside._distribute()
     with pytest.raises(ArgumentError, match="a folder that all ranks write"):
         outside._folder("s3://bucket/last.ckpt", None)
+    with pytest.warns(UserWarning, match="the old checkpoint nowhere stays .* remove it by hand"):
+        outside.remove_checkpoint("nowhere")
     optimizers = [torch.optim.SGD(cases.tiny().parameters(), lr=0.1) for _ in range(2)]
-    with pytest.raises(OptimizerError, match="2 optimizers"):
+    with pytest.raises(OptimizerError, match="there are 2 optimizers"):
         outside.check_optimizers(optimizers)
+    with pytest.raises(OptimizerError, match="parameters that the distributed model does not have; make it in conf"):
+        outside.check_optimizers(optimizers[:1])

@@ -26,10 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the frameworks' advice
 STEPS, SAVED, BATCH = 4, 2, 4
 
 
-def made(kind: Any, folder: str, world: int, **more: Any) -> Any:
+def made(kind: Any, folder: str, world: int, rows: int = 5 * BATCH, **more: Any) -> Any:
     """A Trainer of `STEPS` steps of `BATCH` samples in two parts."""
-    args = transformers.TrainingArguments(
-        folder,
+    given = dict(
         per_device_train_batch_size=BATCH // world // 2,
         gradient_accumulation_steps=2,
         max_steps=STEPS,
@@ -42,12 +41,20 @@ def made(kind: Any, folder: str, world: int, **more: Any) -> Any:
         report_to=[],
         disable_tqdm=True,
     )
-    return kind(cases.llama(), args=args, train_dataset=cases.rows(5 * BATCH, 1), **more)
+    args = transformers.TrainingArguments(folder, **(given | more.pop("args", {})))
+    return kind(cases.llama(1), args=args, train_dataset=cases.rows(rows, 1), **more)
 
 
 def history(trainer: Any) -> list[dict[str, float]]:
     kept = ("loss", "grad_norm", "learning_rate", "num_input_tokens_seen", "total_flos")
     return [{name: entry[name] for name in kept if name in entry} for entry in trainer.state.log_history]
+
+
+def refuse_batches(kind: Any, folder: str, plan: str) -> None:
+    with pytest.raises(BatchError, match=r"size 1 x 1 processes x gradient_accumulation_steps 2 are 2; change one"):
+        made(kind, folder, 2, args={"accelerator_config": {"split_batches": True}}, plan=plan)
+    with pytest.raises(BatchError, match=r"an epoch of 18 samples ends with 2, and .* of 4 alone; give the Trainer 16"):
+        made(kind, folder, 2, rows=18, args={"max_steps": 5}, plan=plan)
 
 
 def on_rank(folder: str, plans: dict[str, str]) -> Any:
@@ -58,7 +65,8 @@ def on_rank(folder: str, plans: dict[str, str]) -> Any:
         warnings.simplefilter("ignore")
         whole = made(Trainer, folder, 2, plan=plans["fsdp"])
         whole.train()
-        resumed = made(Trainer, f"{folder}/resumed", 2, plan=plans["ddp"])
+        refuse_batches(Trainer, folder, plans["stages"])
+        resumed = made(Trainer, f"{folder}/resumed", 2, plan=plans["stages"])
         resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED}")
         resumed.save_model()
     return history(whole), history(resumed)
@@ -70,18 +78,18 @@ def test_a_run_is_that_of_the_trainer_alone_and_goes_on_under_another_plan(tmp_p
     alone = made(transformers.Trainer, str(tmp_path / "alone"), 1)
     alone.train()
     batch = torch.zeros(BATCH, cases.SEQUENCE, dtype=torch.int64)
-    for how, parts in (("fsdp", 2), ("ddp", 1)):
+    plans = {}
+    for name, how in (("fsdp", {"baseline": "fsdp"}), ("stages", {"baseline": "ddp:pp=2,mbs=2"})):
         inputs = {"input_ids": batch, "labels": batch.clone()}
-        plan = autopar.plan(cases.llama(), inputs, cluster="2xcpu", baseline=how, microbatches=parts, check=False)
-        plan.save(tmp_path / f"{how}.json")
-    plans = {how: str(tmp_path / f"{how}.json") for how in ("fsdp", "ddp")}
+        plans[name] = str(tmp_path / f"{name}.json")
+        autopar.plan(cases.llama(1), inputs, cluster="2xcpu", check=False, **how).save(plans[name])
     expected = history(alone)
     for whole, resumed in ranks(2).run(on_rank, str(tmp_path / "ranks"), plans):
         for found in (whole, resumed):
             assert len(found) == len(expected)
             for one, other in zip(found[:-1], expected[:-1], strict=True):
                 assert one == pytest.approx(other, abs=2e-6)
-        assert whole[-1]["total_flos"] == expected[-1]["total_flos"]
+            assert found[-1]["total_flos"] == expected[-1]["total_flos"]
     saved = tmp_path / "ranks" / f"checkpoint-{SAVED}"
     there = {path.name for path in saved.iterdir()}
     assert {"autopar", "config.json", "model.safetensors", "scheduler.pt", "trainer_state.json"} <= there
@@ -127,6 +135,9 @@ def test_the_batches_of_a_step_make_one() -> None:
     assert torch.equal(_joined([{"x": rows}, {"x": rows[:1]}])["x"], torch.cat([rows, rows[:1]]))
     with pytest.raises(BatchError, match=r"x of sizes \(2, 3\), \(2, 2\), which do not make one batch"):
         _joined([{"x": rows}, {"x": rows[:, :2]}])
+    for one, other in (({"x": rows}, {"x": rows, "y": rows}), ({"x": rows, "y": rows}, {"x": rows})):
+        with pytest.raises(BatchError, match=r"have y of sizes .*NoneType.* give each the same tensors"):
+            _joined([one, other])
 
 
 def test_an_optimizer_that_is_not_of_the_new_model_is_refused() -> None:
