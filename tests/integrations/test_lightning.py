@@ -31,13 +31,16 @@ ARGUMENTS = dict(
     enable_checkpointing=False,
     max_epochs=1,
 )
-PLANS = {
-    "micro-batches": ("fsdp", 2, {"microbatches": 2}),
-    "stages": ("ddp:pp=2,mbs=2", 2, {}),
-    "local rows": ("ddp", 2, {}),
-    "outside": ("megatron:tp=2", 4, {}),
+PLANS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "micro-batches": {"baseline": "fsdp", "microbatches": 2},
+        "stages": {"baseline": "ddp:pp=2,mbs=2"},
+        "local rows": {"baseline": "ddp"},
+    },
+    4: {"outside": {"baseline": "megatron:tp=2"}},
 }
-"""A named configuration, its ranks, and further keywords of `plan`."""
+"""By number of ranks, which run them one after the other: kinds of calls, and keywords of their plans."""
+ACCUMULATED = {"local rows": 1, "micro-batches": 2, "stages": 2, "outside": 2}
 
 
 class Lit(L.LightningModule):
@@ -85,31 +88,33 @@ def fit(lit: Any, strategy: Any, devices: int, accumulate: int) -> list[float]:
     return [*lit.losses, float(trainer.callback_metrics["loss_epoch"])]
 
 
-def on_rank(tell: Any, plan: str, devices: int, kind: str, accumulate: int) -> None:
+def on_rank(tell: Any, folder: str, devices: int) -> None:
     os.environ["TORCHELASTIC_RUN_ID"] = "test"
-    strategy = AutoparStrategy(autopar.load_plan(Path(plan)), loss_fn=cases.loss_fn)
-    lit = Lit(kind)
-    losses = fit(lit, strategy, devices, accumulate)
-    assert isinstance(lit.model, cases.Tiny), "the part stays what it is"
-    tell((losses, sorted(name for name, value in lit.named_parameters() if not value.is_meta)))
+    found = {}
+    for kind in PLANS[devices]:
+        strategy = AutoparStrategy(autopar.load_plan(Path(folder, f"{kind}.json")), loss_fn=cases.loss_fn)
+        lit = Lit(kind)
+        losses = fit(lit, strategy, devices, ACCUMULATED[kind])
+        assert isinstance(lit.model, cases.Tiny), "the part stays what it is"
+        found[kind] = losses, sorted(name for name, value in lit.named_parameters() if not value.is_meta)
+    tell(found)
 
 
-@pytest.mark.parametrize("kind", sorted(PLANS))
-def test_losses_clipping_and_accumulation_are_those_of_lightning_alone(kind: str, tmp_path: Path) -> None:
-    how, world, more = PLANS[kind]
-    accumulate = 1 if kind == "local rows" else 2
-    alone = fit(Lit(), "auto", 1, accumulate)
-    plan = autopar.plan(
-        cases.tiny(), cases.example_batch(), cluster=f"{world}xcpu", baseline=how, loss_fn=cases.loss_fn, **more
-    )
-    plan.save(tmp_path / "plan.json")
-    names = {name for name, _ in Lit().named_parameters()}
-    seen = set()
-    for code, told in run_apart(world, on_rank, str(tmp_path / "plan.json"), world, kind, accumulate):
-        assert code == 0
-        assert told[0] == pytest.approx(alone, abs=1e-6)
-        seen |= set(told[1])
-    assert seen == names
+@pytest.mark.parametrize("world", sorted(PLANS))
+def test_losses_clipping_and_accumulation_are_those_of_lightning_alone(world: int, tmp_path: Path) -> None:
+    given = {"cluster": f"{world}xcpu", "loss_fn": cases.loss_fn, "check": False}
+    for kind, how in PLANS[world].items():
+        autopar.plan(cases.tiny(), cases.example_batch(), **given, **how).save(tmp_path / f"{kind}.json")
+    results = run_apart(world, on_rank, str(tmp_path), world)
+    assert [code for code, _ in results] == [0] * world
+    for kind in PLANS[world]:
+        alone = fit(Lit(), "auto", 1, ACCUMULATED[kind])
+        seen = set()
+        for _, found in results:
+            losses, names = found[kind]
+            assert losses == pytest.approx(alone, abs=1e-6), kind
+            seen |= set(names)
+        assert seen == {name for name, _ in Lit().named_parameters()}, kind
 
 
 def saved_and_resumed(tell: Any, plan: str, devices: int, folder: str, calls: str) -> None:
