@@ -136,7 +136,7 @@ def test_the_script_of_a_rank_table_starts_one_server(failing: int | None, folde
     (tmp_path / "plan.json").write_text((folder / "plan.json").read_text())
     (tmp_path / "train.py").write_text(
         f"import os, sys, time\nrank = int(os.environ['RANK_ID'])\nif rank == {failing}:\n    sys.exit(7)\n"
-        f"if {failing} is not None:\n    time.sleep(60)\nprint(rank, *sys.argv[1:], flush=True)\n"
+        f"if {failing} is not None:\n    time.sleep(60)\nos.write(1, f'{{rank}} {{sys.argv[1]}}\\n'.encode())\n"
     )
     job = job_of(tmp_path, python=sys.executable, arguments=("a b; rm",))
     (tmp_path / "rank_table.json").write_text(rank_table(job, ("a", "b")))
