@@ -109,7 +109,8 @@ class Trainer(transformers.Trainer):
 
     def _check_batch(self, args: transformers.TrainingArguments, data: Any) -> None:
         planned = self.plan.call.batch() if isinstance(self.plan, ModelPlan) and self.plan.call else None
-        processes = 1 if args.accelerator_config.split_batches else dist.get_world_size()
+        is_whole = cast(Any, args.accelerator_config).split_batches  # a loader's batch is that of all processes
+        processes = 1 if is_whole else dist.get_world_size()
         parts = args.per_device_train_batch_size, processes, args.gradient_accumulation_steps
         asked = parts[0] * parts[1] * parts[2]
         if planned is not None and asked != planned:
