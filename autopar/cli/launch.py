@@ -229,8 +229,8 @@ def _skypilot(job: "Job", asked: LaunchRequest) -> LaunchAnswer:
         raise ArgumentError(f"SkyPilot's name of {job.device!r} is not known here; give --accelerator, as in H100")
     if asked.setup is None and not [*job.folder.glob("autopar-*.whl")]:
         raise ArgumentError(
-            f"{job.folder} has no autopar-*.whl, which a node installs as autopar is on no package index; put one there "
-            "(pip wheel --no-deps REPOSITORY), or give --setup, the shell commands that install torch and autopar"
+            f"{job.folder} has no autopar-*.whl, which a node installs as autopar is on no package index; put one "
+            "there (pip wheel --no-deps REPOSITORY), or give --setup, the shell commands that install torch and autopar"
         )
     text = task_yaml(job, accelerator=accelerator, setup=asked.setup or SETUP)
     return LaunchAnswer(
