@@ -1,6 +1,8 @@
 """What a person reads beside answers: progress, faults, ranks that fail, and files that were moved."""
 
 import inspect
+import subprocess
+import sys
 import json
 import os
 import time
@@ -123,6 +125,11 @@ def test_help_has_its_options_in_groups_and_shows_no_value_of_flags(capsys: pyte
             assert all(info.rich_help_panel for info in said), (registered.callback.__name__, name)
     code, out, _ = run(capsys, "plan", "--help")
     assert code == 0 and out.count("<bool>") <= 1, "that of --help is typer's"
+
+
+def test_the_command_line_is_there_before_torch_is() -> None:
+    command = "import sys, autopar.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command], timeout=120).returncode == 0
 
 
 def test_a_rank_that_fails_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.advice.advise import advise as make_advice
-from autopar.advice.advise import read_own, settings_of, size_values, sizes
-from autopar.advice.framework import ConfigFile, Framework, TransformerJob
 from autopar.cli.ending import console_of, one_answer
 from autopar.cli.options import overrides
 from autopar.cli.parameters import OUTPUT, WHAT, Cluster, Json, Set, option
@@ -16,13 +13,13 @@ from autopar.cli.progress import ProgressLine
 from autopar.cli.simulate_rows import has_shape, read_shape
 from autopar.cost_models.transformer import READERS
 from autopar.errors import ArgumentError
-from autopar.report.advice_text import advice_text, sizes_table
-from autopar.report.model_advice_text import model_advice_text, planned_values
 from autopar.values.cluster import load_cluster
 from autopar.values.domains import MOST_DEVICES, POSITIVE, Domain, checked_number
-from autopar.values.plan_file import load_plan
 from autopar.values.train_config import NUM_STATES
 from autopar.values.whole_file import write_whole
+
+if TYPE_CHECKING:  # the command line is there before torch is
+    from autopar.advice.framework import ConfigFile, Framework, TransformerJob
 
 COMPARE = "What it is compared with"
 KINDS = tuple(READERS)
@@ -65,7 +62,11 @@ def advise(
     as_json: Json = False,
 ) -> None:
     """Rank the configurations that a framework can express, and print the best one ready to paste."""
+    from autopar.advice.advise import size_values, sizes
+    from autopar.advice.framework import TransformerJob
     from autopar.advice.frameworks import framework_named
+    from autopar.report.advice_text import sizes_table
+    from autopar.values.plan_file import load_plan
 
     chosen = framework_named(framework)
     checked_number("--top", top, SHOWN)
@@ -127,9 +128,13 @@ def advise(
 
 
 def _transformer(
-    chosen: Framework, job: TransformerJob, config: str | None, top: int, out: Path | None, answer: dict[str, Any]
+    chosen: "Framework", job: "TransformerJob", config: str | None, top: int, out: Path | None, answer: dict[str, Any]
 ) -> list[Any]:
     """What is printed of a model with formulas; `answer` gets the same as plain values."""
+    from autopar.advice.advise import advise as make_advice
+    from autopar.advice.advise import read_own, settings_of
+    from autopar.report.advice_text import advice_text
+
     own, unread = (None, ()) if config is None else read_own(chosen, *_given(config), job.site)
     advice = make_advice(chosen, job, own=own, where=f"--config {config}", count=top)
     best = advice.ranking.best[0] if advice.ranking.best else None
@@ -152,7 +157,7 @@ def _transformer(
 
 
 def _own_model(
-    chosen: Framework,
+    chosen: "Framework",
     source: dict[str, Any],
     machine: Any,
     precision: str,
@@ -165,6 +170,7 @@ def _own_model(
     """What is printed of any other model, whose configurations are planned; `answer` gets the same as plain values."""
     from autopar.api.advised import advise_model
     from autopar.models import load_model
+    from autopar.report.model_advice_text import model_advice_text, planned_values
 
     if precision not in ("bf16", "fp32"):
         raise ArgumentError(f"--precision {precision} is for transformers with formulas; give bf16 or fp32")
@@ -193,7 +199,7 @@ def _own_model(
     return [model_advice_text(advice, source["batch"], written, top)]
 
 
-def _write(written: Sequence[ConfigFile], out: Path | None) -> None:
+def _write(written: "Sequence[ConfigFile]", out: Path | None) -> None:
     if out is None:
         return
     out.mkdir(parents=True, exist_ok=True)
