@@ -29,7 +29,8 @@ from autopar.values.stage_plan import StagePlan
 from autopar.values.train_config import TrainConfig
 from tests.plans_in_threads import errors_of, one_process
 from tests.random_pins import pinned_pricer, random_pins
-from tests.search_cases import captured_of, exact_of, machine, pricer_of, program_of, small_llama
+from tests.report_cases import llama
+from tests.search_cases import captured_of, exact_of, machine, pricer_of, program_of
 from tests.zoo import zoo
 
 GAP = 1e-3
@@ -168,7 +169,7 @@ def test_named_configurations_run_again_what_pins_say(name: str, pins: dict[str,
 
 def test_micro_batches_keep_lifetimes() -> None:
     pins = pins_of({"*": {"lifetime": "microbatch"}, "*norm*": {"lifetime": "step"}})
-    graph = small_llama(5, 8, 2)
+    graph = llama(microbatches=2)
     plan = make_plan(graph, machine(), make_mesh((4,)), TrainConfig(pins=pins_of({"*norm*": "step"})), OPTIONS)
     assert {plan.lifetimes[name] for name in plan.lifetimes if "norm" in name} <= {"step", "always"}
     with pytest.raises(PinError, match="contradict each other about how long copies"):
@@ -251,21 +252,34 @@ def test_files_say_what_python_says(tmp_path: Path) -> None:
             load_pins(tmp_path / "pins.toml")
 
 
+def planned_blocks(pins: dict[str, Any], **asked: Any) -> autopar.ModelPlan:
+    """The plan of two blocks of two layers."""
+    block = torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 16)
+    model = torch.nn.Sequential(*(torch.nn.Sequential(*block) for _ in range(2)))
+    asked = {"cluster": machine(), "check": False, "with_baselines": False, **asked}
+    return autopar.plan(model, torch.ones(8, 16), loss_fn=lambda output: output.square().mean(), pins=pins, **asked)
+
+
 def test_stages_honour_pins_and_say_what_they_cost() -> None:
     """Of the search of two stages, whose blocks are pinned otherwise."""
-    pins = {"*.self_attn.*": {"data": "heads"}, "model.layers.1": {"recompute": True}}
-    model, kwargs = zoo("llama")
-    asked: dict[str, Any] = {"mesh": "2", "pipeline": 2, "microbatches": 2, "check": False, "with_baselines": False}
-    plan = autopar.plan(model, kwargs=kwargs, cluster=machine(), pins=pins, **asked)
+    pins = {"?.0": {"data": "columns"}, "1": {"recompute": True}}
+    plan = planned_blocks(pins, mesh="2", pipeline=2, microbatches=2)
     assert plan.num_stages == 2 and plan.broken_pins() == []
     assert not plan.stages[0].recompute and plan.stages[1].recompute
-    never = replace(plan.config, pins=pins_of({"model.layers.1": {"recompute": False}}))
-    with pytest.raises(PlanMismatchError, match="does not honour the pins that it records"):
-        replace(plan, config=never).legal()
+    found = plan.explain()
+    assert [other.without for other in found.pins] == [*plan.config.pins.texts, "all pins together"]
+    assert all(other.bound <= plan.estimate.in_turn_seconds for other in found.pins)
+    for wrong in ({"1": {"recompute": False}}, {"0": {"recompute": True}}):
+        config = replace(plan.config, pins=pins_of(wrong))
+        with pytest.raises(PlanMismatchError, match="does not honour the pins that it records"):
+            replace(plan, config=config).legal()
     with pytest.raises(PinError, match="pins demand a pipeline"):
-        autopar.plan(model, kwargs=kwargs, cluster=machine(), pins={"demand": ["pipeline"]}, mesh="4", check=False)
-    with pytest.raises(PinError, match="no mesh that is searched has modle"):
-        autopar.plan(model, kwargs=kwargs, cluster=machine(), pins={"*": {"modle": "batch"}}, mesh="auto", check=False)
+        planned_blocks({"demand": ["pipeline"]}, mesh="4")
+
+
+def test_an_axis_of_no_mesh_that_is_searched_is_said() -> None:
+    with pytest.raises(PinError, match=r"pins speak of modle.* its axes are data, model; did you mean model\?"):
+        planned_blocks({"*": {"modle": "batch"}}, mesh="auto")
 
 
 def test_heads_that_do_not_divide_say_what_there_is() -> None:

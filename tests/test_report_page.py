@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autopar.api.model_plan import ModelPlan, load_plan, model_plan
+from autopar.api.model_plan import ModelPlan, load_plan
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.lower.live import Live
 from autopar.lower.lowered_step import lower
@@ -23,18 +23,21 @@ from autopar.report.page_tree import TreePart
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.explanation.held_over_time import seconds_of_moments
 from autopar.search.explanation.picture import draw
-from autopar.search.known.baselines import baseline_plan
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Shard, local_ranges
-from autopar.values.plan import one_stage
-from autopar.values.step_picture import Span, Track
+from autopar.values.step_picture import Span, StepPicture, Track
 from tests.report_cases import HOSTILE, flat_plan, llama, staged_plan, woven_plan
-from tests.search_cases import machine, pricer_of
-from tests.zoo_graphs import zoo_graph
 
 
 def shown(plan: ModelPlan) -> PlanOnPage:
-    return page_data([plan._pictured("this", None)]).plans[0]
+    return drawn(plan)[0]
+
+
+def drawn(plan: ModelPlan) -> tuple[PlanOnPage, StepPicture]:
+    """A plan on a page, and the picture that it is drawn from."""
+    pictured = plan._pictured("this", None)
+    assert pictured.picture is not None
+    return page_data([pictured]).plans[0], pictured.picture
 
 
 def leaves(part: TreePart) -> list[TreePart]:
@@ -80,12 +83,12 @@ def test_buckets_are_drawn_as_the_estimate_counts_them(name: str, microbatches: 
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("interleaved-1f1b", 4)])
 def test_stages_are_drawn_rank_by_rank(schedule: str, stages: int) -> None:
     plan = staged_plan(schedule, stages)
-    page, estimate = shown(plan), plan.estimate
+    (page, picture), estimate = drawn(plan), plan.estimate
     assert page.timeline is not None
     assert page.timeline.seconds == pytest.approx(estimate.step_seconds, rel=1e-9)
     assert {track.rank for track in page.timeline.tracks} == {0, 1}
     assert [part.name for part in page.tree.parts] == [f"stage {n}" for n in range(stages)]
-    for part, ledger in zip(page.tree.parts, plan._pictured("", None).picture.ledgers, strict=True):
+    for part, ledger in zip(page.tree.parts, picture.ledgers, strict=True):
         assert part.computed + part.communicated == pytest.approx(sum(item.amount for item in ledger.seconds))
         assert part.nbytes == pytest.approx(sum(item.amount for item in ledger.nbytes))
         assert max(below.nbytes for below in part.parts) <= part.nbytes
@@ -211,11 +214,7 @@ def test_another_plan_stands_beside(tmp_path: Path) -> None:
     body = read((tmp_path / "r.html").read_text())
     assert [plan["name"] for plan in body["plans"]] == ["a.json", "b.json"]
     assert body["difference"]["changes"]
+    graph = replace(llama(), parameters=llama().parameters[1:])
+    other = replace(flat_plan("ddp"), captured=graph, fingerprint=graph.fingerprint)
     with pytest.raises(PlanMismatchError, match="different models"):
-        flat_plan("fsdp").report(tmp_path / "r.html", beside=other_model())
-
-
-def other_model() -> ModelPlan:
-    captured = zoo_graph("gpt2")
-    plan = baseline_plan("ddp", make_program(captured), pricer_of((4,)), 1e12)
-    return model_plan(one_stage(plan), captured=captured, machine=machine())
+        flat_plan("fsdp").report(tmp_path / "r.html", beside=other)
