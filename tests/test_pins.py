@@ -147,7 +147,7 @@ def test_the_double_recursion_honours_pins() -> None:
 def test_baselines_are_those_within_the_pins() -> None:
     plan = planned(HEADS, with_baselines=True)
     assert isinstance(plan.estimate.baselines["megatron"], float)
-    assert "not within the pins" in str(plan.estimate.baselines["ddp"])
+    assert str(plan.estimate.baselines["ddp"]).startswith("ddp is not within the pins: ")
     assert broken(plan, program_of("llama")) == []
 
 
@@ -275,6 +275,12 @@ def test_stages_honour_pins_and_say_what_they_cost() -> None:
             replace(plan, config=config).legal()
     with pytest.raises(PinError, match="pins demand a pipeline"):
         planned_blocks({"demand": ["pipeline"]}, mesh="4")
+
+
+def test_plans_nearby_run_again_what_pins_want() -> None:
+    nearby = planned_blocks({"1": {"recompute": True}}, mesh="4").explain().alternatives
+    assert {other.plan.recompute for other in nearby if other.plan is not None} == {frozenset({"linear_2", "relu_1"})}
+    assert not any("run again in backward" in other.without for other in nearby)
 
 
 def test_an_axis_of_no_mesh_that_is_searched_is_said() -> None:

@@ -282,7 +282,7 @@ def _baseline(name: str, program: Program, pricer: Pricer, options: SearchOption
         return baseline_plan(name, program, pricer, limit)
     except InfeasibleError as error:
         if error.least_nbytes is None:
-            return f"not within the pins: {error}" if pricer.config.pins else str(error)
+            return str(error)
         return f"does not fit: needs {least_gigabytes(error.least_nbytes)} GB of {gigabytes(limit)} GB a device"
 
 

@@ -26,7 +26,7 @@ from autopar.search.graph.build import Builder, build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.extract import extract
 from autopar.search.graph.first_builder import first_builder
-from autopar.search.graph.options import Restriction, nothing
+from autopar.search.graph.options import Restriction
 from autopar.search.graph.problem import Problem
 from autopar.search.timeline.buckets import bucketed
 from autopar.values.explanation import Alternative
@@ -60,11 +60,11 @@ class Space:
             yield self.restricted(without, Restriction(lifetimes=("step", "keep")))
         elif gathered:
             yield self.restricted("all gathered again for backward (ZeRO-3)", Restriction(lifetimes=("use",)))
-        if plan.recompute or plan.remade:
-            yield self.restricted("nothing run again in backward", Restriction(recompute=nothing), self._first)
-        else:
+        if not (plan.recompute or plan.remade):
             again = Restriction(recompute=lambda op: True)
             yield self.restricted("blocks run again from their input", again, RecomputeBuilder)
+        elif self._first is Builder:  # else pins want something run again
+            yield self.restricted("nothing run again in backward", Restriction(), Builder)
         meaning = self._meanings()
         trained = [op for op in self.program.ops if any(op.result_grads)]
         used = {meaning(op, name) for op in trained for name in plan.choices[op.name]} - {"", "whole", "summands"}

@@ -48,11 +48,6 @@ class Restriction:
 EVERYTHING = Restriction()
 
 
-def nothing(op: Op) -> bool:
-    """For `Restriction.recompute`: no op runs again, but where pins want it."""
-    return False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Option:
     """`names[member]`: its choices; `wants[member]`: layouts of its operands; `gives`: of the root's results.

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from autopar.errors import InfeasibleError
+from autopar.errors import ImpossiblePinError, InfeasibleError
 from autopar.lower.factor_words import factor_words, word_of
 from autopar.lower.pinned import find_pinned
 from autopar.lower.program import Op, Program, Tensor, make_program
@@ -31,7 +31,7 @@ from autopar.search.fitting import fitting
 from autopar.search.graph.build import Builder, build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.extract import extract
-from autopar.search.graph.options import Allowed, Restriction, nothing
+from autopar.search.graph.options import Allowed, Restriction
 from autopar.search.known.attention_core import attention_core
 from autopar.search.known.named_configuration import KINDS, NamedConfiguration, parse_configuration
 from autopar.search.known.sample_factors import SampleFactors, check_samples, sample_factors, splits_samples
@@ -103,7 +103,12 @@ def _solved(
     configuration: NamedConfiguration, program: Program, pricer: Pricer, limit: float | None, restriction: Restriction
 ) -> StagePlan:
     builder = Builder if restriction.recompute is None else RecomputeBuilder
-    problem = build(program, pricer, limit=limit, restriction=restriction, builder=builder)
+    try:
+        problem = build(program, pricer, limit=limit, restriction=restriction, builder=builder)
+    except InfeasibleError as error:
+        if not pricer.config.pins:
+            raise
+        raise ImpossiblePinError(f"{configuration} is not within the pins: {error}") from error
     solution = solve(problem.graph, relative_gap=GAP)
     plan = extract(problem, solution, pricer.cluster, pricer.config, str(configuration))
     if configuration.recompute == "selective":
@@ -189,7 +194,7 @@ def _recompute(configuration: NamedConfiguration, program: Program, pricer: Pric
         return lambda op: True
     if configuration.recompute == "selective" and (core := attention_core(program)):
         return lambda op: op.name in core
-    return nothing if find_pinned(program, pricer.config.pins).again else None
+    return (lambda op: False) if find_pinned(program, pricer.config.pins).again else None  # what pins want, no more
 
 
 def _meanings(program: Program) -> Meaning:
