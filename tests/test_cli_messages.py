@@ -62,6 +62,8 @@ def test_a_fault_is_one_message_and_debug_the_traceback(
 def test_version_and_progress_in_files(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, _ = run(capsys, "--version")
     assert code == 0 and out.startswith("autopar ") and "torch 2." in out
+    code, out, err = run(capsys)
+    assert code == 2 and "Usage: autopar" in out and err.startswith("autopar: name a command (")
     monkeypatch.setattr(progress, "QUIET_SECONDS", 0.01)
     with progress.ProgressLine(console_of(False)) as tell:
         tell("doing this")

@@ -225,22 +225,9 @@ def test_a_closed_pipe_is_no_failed_verification(
 ) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [
-        sys.executable,
-        "-m",
-        "autopar.cli",
-        "simulate",
-        "llama-3-8b",
-        "--cluster",
-        "8xh100",
-        "--dp",
-        "8",
-        "--global-batch",
-        "8",
-    ]
-    for more in ([], ["--json"]):
-        done = subprocess.run(
-            [*command, *more], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=200, check=False
-        )
+    simulated = ["simulate", "llama-3-8b", "--cluster", "8xh100", "--dp", "8", "--global-batch", "8"]
+    for asked in (simulated, [*simulated, "--json"], ["plan", "--help"]):
+        command = [sys.executable, "-m", "autopar.cli", *asked]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=200, check=False)
         assert done.returncode == 141 and done.stderr == "", done.stderr
     os.close(writer)

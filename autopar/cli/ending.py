@@ -89,6 +89,8 @@ def ended(command: Callable[..., Any], given: Sequence[str]) -> int:
     except (NoReaderError, BrokenPipeError):
         return _without_reader()
     except BaseException as error:
+        if isinstance(error.__context__, BrokenPipeError):  # click's own end of a help that nobody reads
+            return _without_reader()
         if is_shells and isinstance(error, SystemExit):
             return error.code if isinstance(error.code, int) else 0
         if is_debugged:
@@ -113,7 +115,7 @@ def _said(error: BaseException, as_json: bool) -> int:
     if isinstance(error, SystemExit):
         return _fail(f"code that the command ran ended it: exit code {error.code}", "SystemExit", as_json)
     if (format_message := getattr(error, "format_message", None)) is not None:
-        usage = format_message().rstrip(".")
+        usage = format_message().rstrip(".") or "name a command"
         path = getattr(getattr(error, "ctx", None), "command_path", "autopar")
         return _fail(f"{usage} ({path} --help lists what there is)", "ArgumentError", as_json)
     first = str(error).strip().partition("\n")[0][:LONGEST]
