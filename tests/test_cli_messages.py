@@ -1,10 +1,10 @@
 """What a person reads beside answers: progress, faults, ranks that fail, and files that were moved."""
 
 import inspect
-import subprocess
-import sys
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
