@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from autopar.launch import (
 )
 from autopar.launch.job import label
 from autopar.launch.kubernetes import Pod
+from autopar.launch.skypilot import ACCELERATORS
 from autopar.runtime.launchers import launched, tasks_of_nodes
+from autopar.values.cluster import preset_devices
 
 WORLD = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SLURM = {
@@ -185,10 +188,15 @@ def test_kubernetes_knows_the_files(folder: Path) -> None:
 
 
 def test_skypilot_is_told_nodes_and_devices(folder: Path) -> None:
+    assert set(ACCELERATORS) <= set(preset_devices()), "names that no plan has"
     job = job_of(folder, python="python", arguments=("a b",))
-    text = task_yaml(job, accelerator="H100", setup="pip install x")
+    text = task_yaml(job, setup="pip install x")
     table = yaml.safe_load(text)
     assert table["num_nodes"] == 2 and table["resources"] == {"accelerators": "H100:2"}
+    other = replace(job, device="mi300x")
+    assert "accelerators: MI300X:2" in task_yaml(other, setup="true", accelerator="MI300X")
+    with pytest.raises(ArgumentError, match="SkyPilot's name of 'mi300x' is not known here; give --accelerator"):
+        task_yaml(other, setup="true")
     assert (
         "'a b'" in table["run"]
         and '--rdzv-endpoint="$(echo "$SKYPILOT_NODE_IPS" | head -n 1):29500"' in table["run"]
@@ -198,7 +206,7 @@ def test_skypilot_is_told_nodes_and_devices(folder: Path) -> None:
 
 def test_skypilot_knows_the_file(folder: Path, tmp_path: Path) -> None:
     sky = pytest.importorskip("sky", reason="SkyPilot is not installed: pip install skypilot")
-    (tmp_path / "task.yaml").write_text(task_yaml(job_of(folder, python="python"), accelerator="H100", setup="true"))
+    (tmp_path / "task.yaml").write_text(task_yaml(job_of(folder, python="python"), setup="true"))
     task = sky.Task.from_yaml(str(tmp_path / "task.yaml"))
     assert task.num_nodes == 2 and "H100" in str(task.resources)
 

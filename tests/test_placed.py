@@ -156,6 +156,10 @@ def staged_steps(plan: str) -> tuple[list[float], dict[str, Tensor]]:
     tokens, labels = batch()
     count = schedule.microbatches
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in modules]
+    with pytest.raises(ArgumentError, match=r"1 micro-batches were given, .* 4; set training\.local_batch_size"):
+        schedule.step(arg_mbs=[(tokens,)] if is_first else None, target_mbs=None if is_first else [labels])
+    with pytest.raises(ArgumentError, match="stages of a plan take no keywords and return no outputs"):
+        schedule.step(kwarg_mbs=[{"positions": tokens}] * count)
     losses = []
     for _ in range(2):
         told: list[Tensor] = []

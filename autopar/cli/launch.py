@@ -222,17 +222,13 @@ def _kubernetes(job: "Job", asked: LaunchRequest) -> LaunchAnswer:
 
 def _skypilot(job: "Job", asked: LaunchRequest) -> LaunchAnswer:
     from autopar.launch import task_yaml
-    from autopar.launch.skypilot import ACCELERATORS
 
-    accelerator = asked.accelerator or ACCELERATORS.get(job.device)
-    if job.gpus and accelerator is None:
-        raise ArgumentError(f"SkyPilot's name of {job.device!r} is not known here; give --accelerator, as in H100")
     if asked.setup is None and not [*job.folder.glob("autopar-*.whl")]:
         raise ArgumentError(
             f"{job.folder} has no autopar-*.whl, which a node installs as autopar is on no package index; put one "
             "there (pip wheel --no-deps REPOSITORY), or give --setup, the shell commands that install torch and autopar"
         )
-    text = task_yaml(job, accelerator=accelerator, setup=asked.setup or SETUP)
+    text = task_yaml(job, accelerator=asked.accelerator, setup=asked.setup or SETUP)
     return LaunchAnswer(
         command=("sky", "launch", str(job.folder / "skypilot.yaml")), files={"skypilot.yaml": text}, starts=False
     )

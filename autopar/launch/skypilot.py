@@ -6,6 +6,7 @@ Source of the form and of the variable SKYPILOT_NODE_IPS: SkyPilot's documentati
 
 import shlex
 
+from autopar.errors import ArgumentError
 from autopar.launch.job import PORT, SCRIPT, Job
 from autopar.launch.torchrun import OWN_STORE
 from autopar.launch.yaml_text import yaml_text
@@ -24,12 +25,18 @@ ACCELERATORS = {
 """SkyPilot's names of the devices that presets name; a device that it does not rent is none."""
 
 
-def task_yaml(job: Job, *, accelerator: str | None, setup: str) -> str:
+def task_yaml(job: Job, *, setup: str, accelerator: str | None = None) -> str:
     """The task's text, for `sky launch`.
 
-    accelerator: SkyPilot's name of a node's device; None for nodes without any.
+    accelerator: SkyPilot's name of a node's device, if it is not that of the plan's device here.
     setup: shell commands that install torch and autopar on a node.
+
+    Raises:
+        ArgumentError: for a device whose name is neither known nor given.
     """
+    named = accelerator or ACCELERATORS.get(job.device)
+    if job.gpus and named is None:
+        raise ArgumentError(f"SkyPilot's name of {job.device!r} is not known here; give --accelerator, as in H100")
     command = shlex.join(
         [
             *(("env", OWN_STORE) if job.restarts else ()),
@@ -46,7 +53,7 @@ def task_yaml(job: Job, *, accelerator: str | None, setup: str) -> str:
         "name": job.name,
         "workdir": str(job.folder),
         "num_nodes": job.nodes,
-        "resources": {"accelerators": f"{accelerator}:{job.gpus}"} if accelerator and job.gpus else {"cpus": "4+"},
+        "resources": {"accelerators": f"{named}:{job.gpus}"} if job.gpus else {"cpus": f"{job.per_node}+"},
         "setup": setup + "\n",
         "run": f"{command} {where} {shlex.join([SCRIPT, *job.arguments])}\n",
     }
