@@ -27,6 +27,7 @@ from autopar.integrations.in_place import (
     distribute_with,
     is_distributed,
 )
+from autopar.integrations.one_for_all import one_for_all
 from autopar.integrations.packages import missing
 from autopar.integrations.refused import refuse_options, refuse_precision, refuse_state
 from autopar.integrations.whole_state import whole_state
@@ -215,12 +216,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Accelerate saves. All ranks call this.
 
         Raises:
-            CheckpointError: on every rank, if one could not write.
+            CheckpointError, RankError: on every other rank too, if one could not write.
         """
         models, optimizers = self._models, self._optimizers
         self._models, self._optimizers = [], []
         try:
-            folder = super().save_state(output_dir, safe_serialization, **options)
+            with one_for_all():
+                folder = super().save_state(output_dir, safe_serialization, **options)
         finally:
             self._models, self._optimizers = models, optimizers
         if models:

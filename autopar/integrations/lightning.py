@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import ArgumentError
 from autopar.integrations.in_place import call_whole_steps, check_optimizers, distribute_with, is_distributed
+from autopar.integrations.one_for_all import one_for_all
 from autopar.integrations.packages import missing
 from autopar.runtime import finish_saving, init, latest, load, save
 from autopar.runtime.checkpoint import distributed_in
@@ -319,9 +320,9 @@ class AutoparStrategy(ParallelStrategy):  # type: ignore[misc]
         """
         folder = self._folder(filepath, storage_options)
         step = int(checkpoint["global_step"])
-        if self.is_global_zero:
-            _make_room(folder, step)
-        self.barrier()
+        with one_for_all():
+            if self.is_global_zero:
+                _make_room(folder, step)
         optimizer = self.optimizers[0] if "optimizer_states" in checkpoint and self.optimizers else None
         save(self.module, optimizer, folder, step=step, data=_Held(self._first_ranks(checkpoint)), keep=self.keep)
 

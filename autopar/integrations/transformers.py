@@ -23,6 +23,7 @@ from autopar.api.model_plan import ModelPlan
 from autopar.errors import ArgumentError, BatchError
 from autopar.integrations.accelerate import CHECKPOINT, Accelerator
 from autopar.integrations.in_place import as_plan, distribute_with
+from autopar.integrations.one_for_all import one_for_all
 from autopar.integrations.packages import missing
 from autopar.integrations.refused import refuse_arguments, refuse_optimizer
 from autopar.integrations.whole_state import whole_state
@@ -204,10 +205,15 @@ class Trainer(transformers.Trainer):
     # Checkpoints.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Whole tensors, as `from_pretrained` reads them; all ranks call this."""
+        """Whole tensors, as `from_pretrained` reads them; all ranks call this.
+
+        Raises:
+            RankError: if another rank could not write.
+        """
         self._whole = whole_state(self._own, keep=self.args.should_save)
         try:
-            super().save_model(output_dir, _internal_call)
+            with one_for_all():
+                super().save_model(output_dir, _internal_call)
         finally:
             self._whole = {}
 
@@ -218,8 +224,9 @@ class Trainer(transformers.Trainer):
         """Model and optimizer, each rank its part, below `output_dir`/autopar."""
         root = Path(output_dir) / CHECKPOINT
         save(self._own, self._inner_optimizer(), root, step=self.state.global_step, keep=1)
-        if self.args.should_save:
-            torch.save(cast(Any, self.lr_scheduler).state_dict(), Path(output_dir) / SCHEDULER)
+        with one_for_all():
+            if self.args.should_save:
+                torch.save(cast(Any, self.lr_scheduler).state_dict(), Path(output_dir) / SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Weights alone, of a checkpoint without optimizer; else `_load_optimizer_and_scheduler` loads all."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.errors import ArgumentError, BatchError, OptimizerError
+from autopar.errors import ArgumentError, BatchError, OptimizerError, RankError
 from tests.process_group import ranks
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'autopar[integrations]'")
@@ -69,6 +69,10 @@ def on_rank(folder: str, plans: dict[str, str]) -> Any:
         resumed = made(Trainer, f"{folder}/resumed", 2, plan=plans["stages"])
         resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED}")
         resumed.save_model()
+        Path(folder, "a file").touch()
+        with pytest.raises(Exception, match=r"Not a directory|rank 0 failed with NotADirectoryError") as failed:
+            resumed.save_model(f"{folder}/a file/below")
+        assert isinstance(failed.value, RankError if torch.distributed.get_rank() else NotADirectoryError)
     return history(whole), history(resumed)
 
 
