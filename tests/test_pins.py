@@ -187,6 +187,7 @@ def test_micro_batches_keep_lifetimes() -> None:
         ({"lm_head.weight": {"model": "shard(3)"}}, PinError, r"has such a dim; shapes are \{\(96, 32\)\}"),
         ({"lm_head.weight": {"model": "partial"}}, PinError, "whole or split, never partial"),
         ({"*.self_attn.*": {"*": "heads"}}, ImpossiblePinError, "on all axes of mesh 2x2"),
+        ({"*.0\n": {"data": "batch"}}, PinError, r"pins: lines: expected .* found '\*\.0"),
         ({"forbid": ["recompte"]}, PinError, "unknown technique 'recompte'.*did you mean recompute"),
         ({"forbid": ["fsdp"], "demand": ["fsdp"]}, PinError, "both forbidden and demanded"),
         ({"*": {"lifetime": "ever"}}, PinError, "unknown lifetime 'ever'"),
@@ -278,7 +279,9 @@ def test_stages_honour_pins_and_say_what_they_cost() -> None:
 
 
 def test_plans_nearby_run_again_what_pins_want() -> None:
-    nearby = planned_blocks({"1": {"recompute": True}}, mesh="4").explain().alternatives
+    plan = planned_blocks({"1": {"recompute": True}}, mesh="4")
+    assert "run again in backward, blocks: 0: linear; 1: relu" in str(plan)
+    nearby = plan.explain().alternatives
     assert {other.plan.recompute for other in nearby if other.plan is not None} == {frozenset({"linear_2", "relu_1"})}
     assert not any("run again in backward" in other.without for other in nearby)
 

@@ -4,6 +4,7 @@ from autopar.export.body import is_collective
 from autopar.export.expressions import short_name
 from autopar.lower.emit import is_replayed
 from autopar.report.units import nbytes_text, seconds_text
+from autopar.values.blocks import block_of, relative
 from autopar.values.local_model import LocalModel
 from autopar.values.stage_plan import StagePlan
 
@@ -15,11 +16,11 @@ def recompute_text(plan: StagePlan, local: LocalModel) -> str:
     for node in local.graph.nodes:
         if node.op != "call_function" or not is_replayed(node):
             continue
-        parts = node.meta.get("module", "").split(".")
-        number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
-        kind = ".".join(parts[:number]) or "outside of blocks"
-        blocks.setdefault(kind, set()).add(parts[number])
-        inside = ".".join(parts[number + 1 :]) or "the block itself"
+        module = node.meta.get("module", "")
+        block = block_of(module)
+        kind = block.rpartition(".")[0] or ("blocks" if block else "outside of blocks")
+        blocks.setdefault(kind, set()).add(block)
+        inside = relative(module, block) or "the block itself"
         name = short_name(node).replace("_", "-") if is_collective(node) else short_name(node)
         kinds.setdefault(kind, {}).setdefault(inside, {})[name] = None
     lines = []

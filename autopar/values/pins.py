@@ -15,7 +15,7 @@ Pins of several lines hold together. `forbid` and `demand` name techniques.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -24,7 +24,7 @@ from autopar.errors import PinError
 from autopar.values.choices import near
 from autopar.values.lifetimes import LIFETIMES
 from autopar.values.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard
-from autopar.values.schema import Word, of_file
+from autopar.values.schema import Word, checked, of_file
 
 EVERY = "*"
 LIFETIME, RECOMPUTE = "lifetime", "recompute"
@@ -143,11 +143,12 @@ def pins_of(given: Pins | Mapping[str, Any] | None) -> Pins:
     if not isinstance(given, Mapping):
         raise PinError(f"pins are a mapping of patterns to what they decide, not {type(given).__name__}; {EXAMPLE}")
     rest = {pattern: said for pattern, said in given.items() if pattern not in (FORBID, DEMAND)}
-    return Pins(
+    made = Pins(
         lines=tuple(_line(pattern, said) for pattern, said in rest.items()),
         forbid=_techniques(FORBID, given.get(FORBID, ())),
         demand=_techniques(DEMAND, given.get(DEMAND, ())),
     )
+    return checked(Pins, asdict(made), "pins", PinError, EXAMPLE)  # a plan's file records them
 
 
 EXAMPLE = 'write {"*.attn.*": {"model": "heads"}}'
