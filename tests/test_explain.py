@@ -109,9 +109,9 @@ def test_more_memory_buys_what_planning_with_it_gives(explanation: Explanation) 
 def test_texts_of_a_file_are_single_words_of_the_command_that_checks(explanation: Explanation) -> None:
     source = {"spec": "net.py:net; id", "batch": 8, "seq": None, "overrides": {"width": "$(id)"}}
     plan = model_plan(explanation.plan, source=source)
-    command = " ".join(explain_text(replace(explanation, plan=plan)).partition("\nautopar plan ")[2].split())
-    assert command.startswith("'net.py:net; id' --global-batch 8 --precision fp32 ")
-    assert command.endswith("--set 'width=$(id)'")
+    [command] = (line for line in explain_text(replace(explanation, plan=plan)).splitlines() if "autopar plan" in line)
+    assert command.startswith("autopar plan 'net.py:net; id' --global-batch 8 --precision fp32 ")
+    assert command.endswith(" --set 'width=$(id)'")
 
 
 def test_a_faster_link_buys_what_planning_on_it_gives(explanation: Explanation) -> None:

@@ -52,7 +52,8 @@ def render(explanation: Explanation) -> RenderableType:
         listed = "; ".join(explanation.unanswered)
         parts.append(Text(f"not asked, for the time was over: {listed}; give --seconds more\n"))
     if command := _check(explanation):
-        parts.append(Text(f"to check what memory would buy, plan with another limit:\n{command}\n"))
+        parts.append(Text("to check what memory would buy, plan with another limit:"))
+        parts.append(Text(f"{command}\n", no_wrap=True, overflow="ignore"))  # to be pasted
     return Group(*parts)
 
 

@@ -16,7 +16,7 @@ class PlainConsole(Console):
 
 
 def plain_text(part: RenderableType) -> str:
-    """What a console prints, as lines of 120 columns without colors."""
+    """What a console prints, as lines of 120 columns without colors; what is not to be wrapped may be longer."""
     buffer = io.StringIO()
-    PlainConsole(file=buffer, width=WIDTH, color_system=None, force_terminal=False).print(part)
+    PlainConsole(file=buffer, width=WIDTH, color_system=None, force_terminal=False).print(part, crop=False)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
