@@ -42,6 +42,8 @@ def test_a_files_model_is_not_run_unasked(capsys: pytest.CaptureFixture[str], ne
     assert code == 2 and "which is no preset; give --cluster" in json.loads(out)["error"] and not touched.exists()
     code, _, _ = run(capsys, "report", saved, "--model", net, "--cluster", "2xcpu", "-o", page)
     assert code == 0 and not touched.exists()
+    code, out, _ = run(capsys, "report", saved, "--set", "width=32", "--json")
+    assert code == 2 and "--set is for the plan's model" in json.loads(out)["error"]
     run(capsys, "report", saved, "--trust", "-o", page, "--json")
     assert touched.exists(), "the file is believed when a person says so"
     code, _, err = run(capsys, "report", tmp_path / "none.json")

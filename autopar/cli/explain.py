@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import ClusterError, PlanMismatchError
+from autopar.errors import ArgumentError, ClusterError, PlanMismatchError
 from autopar.values.cluster import Cluster, load_cluster, load_preset
 
 if TYPE_CHECKING:  # the command line is there before torch is
@@ -128,13 +128,15 @@ def reported(
     trusted to, it shows what the files say.
 
     Raises:
-        ArgumentError: if the page cannot be written.
+        ArgumentError: if the page cannot be written, or a model is overridden that is not run.
         ClusterError: if a model is named, and the plan's cluster is not known by its name, and no `cluster` is given.
         PlanMismatchError: if the plans are for different models, or their models are others now.
     """
     from autopar.api.model_plan import ModelPlan, load_plan
 
     is_known = given.trust or given.spec is not None
+    if given.overrides and not is_known:
+        raise ArgumentError("--set is for the plan's model, which is not run; name it with --model, or give --trust")
     machine = load_cluster(cluster) if cluster is not None else None
     plans = list[ModelPlan]()
     for file in (path, beside):
