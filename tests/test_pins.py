@@ -233,10 +233,12 @@ def test_a_pin_in_words_is_the_pin(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["heads", "*.attn.*: ", ": model=heads", "*: model=heads, model=rows", "*: recompute=2"]
+    "text", ["heads", "*.attn.*: ", ": model=heads", "*: model=heads, model=rows", "*: recompute=2", "*: true"]
 )
 def test_what_is_no_line_says_how_one_is_written(text: str) -> None:
-    with pytest.raises(PinError, match=r"form PATTERN: AXIS=WORD|says two things|recompute is true or false"):
+    with pytest.raises(
+        PinError, match=r"form PATTERN: AXIS=WORD|says two things|recompute is true or false|write recompute=true"
+    ):
         parse_pin(text)
 
 

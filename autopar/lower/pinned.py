@@ -215,7 +215,7 @@ class _Finder:
                 raise PinError(f"{self._said(line)}: a parameter or input is held whole or split, never partial")
             able = [name for name in held if any(_has_dim(self.program.tensors[name], p) for p in placements)]
             if not able:
-                shapes = {self.program.tensors[name].shape for name in held}
+                shapes = ", ".join(sorted({str(tuple(self.program.tensors[name].shape)) for name in held}))
                 raise PinError(f"{self._said(line)}: nothing that it matches has such a dim; shapes are {shapes}")
             whole = {REPLICATE, INVARIANT} if {REPLICATE, INVARIANT} & set(placements) else set[Placement]()
             for name in able:

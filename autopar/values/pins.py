@@ -206,6 +206,8 @@ def _line(pattern: Any, said: Any) -> Pin:
             )
         if on == RECOMPUTE and found not in (("true",), ("false",)):
             raise PinError(f"pin {pattern!r}: recompute is true or false, not {'|'.join(found)}")
+        if on == EVERY and found in (("true",), ("false",)):
+            raise PinError(f"pin {pattern!r} says {found[0]} and not of what; write {RECOMPUTE}={found[0]}")
         says.append(Saying(on=on, words=found))
     return Pin(of=pattern, says=tuple(says))
 
