@@ -184,7 +184,7 @@ def test_micro_batches_keep_lifetimes() -> None:
         ({"*.self_attn.*": {"modell": "heads"}}, PinError, "axis 'modell'.*did you mean model"),
         ({"*.self_attn.*": {"model": "head"}}, PinError, r"is split by head; it offers batch.*did you mean heads\?"),
         ({"*.self_attn.*": {"model": ["heads", "shard(0)"]}}, PinError, "mixes placements and words"),
-        ({"lm_head.weight": {"model": "shard(3)"}}, PinError, r"has such a dim; shapes are \{\(96, 32\)\}"),
+        ({"lm_head.weight": {"model": "shard(3)"}}, PinError, r"has such a dim; shapes are \(96, 32\)"),
         ({"lm_head.weight": {"model": "partial"}}, PinError, "whole or split, never partial"),
         ({"*.self_attn.*": {"*": "heads"}}, ImpossiblePinError, "on all axes of mesh 2x2"),
         ({"*.0\n": {"data": "batch"}}, PinError, r"pins: lines: expected .* found '\*\.0"),
