@@ -24,6 +24,7 @@ from autopar.search.search_options import SearchOptions
 from autopar.values.cluster import load_cluster
 from autopar.values.train_config import TrainConfig
 from tests.search_cases import program_of
+from tests.test_house import imported_modules, product, unit
 from tests.zoo_graphs import zoo_graph
 
 CLUSTER = load_cluster("8xh100")
@@ -89,6 +90,16 @@ def test_who_finds_a_bound_does_not_matter_and_what_they_would_is_found_here_onc
     assert found == pytest.approx([here.answer(one) for one in asked], rel=1e-12)
     own = relaxed_seconds(program_of("gpt2"), here._pricers.of(asked[0].arrangement, 1), asked[0].times, True)
     assert found[0] == pytest.approx(own, rel=1e-12)
+
+
+def test_a_worker_loads_nothing_that_traces() -> None:
+    """Which takes torch longer to import than all else that a search needs."""
+    known, loaded, left = set(product()), set[str](), {WORKER}
+    while left:
+        loaded |= left
+        sources = [product()[name].read_text() for name in left & known]
+        left = {name for source in sources for name in imported_modules(source, known)} - loaded
+    assert "autopar.search.joint.joint" in loaded and not [name for name in loaded if unit(name) == "capture"]
 
 
 def test_workers_make_graphs_of_a_line_themselves(one: Workers) -> None:

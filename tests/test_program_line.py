@@ -10,8 +10,9 @@ from test_programs_alike import fields_of
 from torch import Tensor, nn
 
 from autopar.api.captures import Captures
-from autopar.capture.rebatch import Batches, BatchLine
+from autopar.capture.rebatch import Batches
 from autopar.lower.program import Program, make_program
+from autopar.passes.batch_line import BatchLine
 from autopar.search.costs.program_line import ProgramLine
 from autopar.search.graph.build import build
 from autopar.search.graph.build_recompute import RecomputeBuilder

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 import autopar.capture as capturing
 from autopar.api.captures import Captures
-from autopar.capture.rebatch import Batches, NotLinearError, rebatched
+from autopar.capture.rebatch import Batches
 from autopar.passes.accumulate_gradients import accumulate_gradients
+from autopar.passes.batch_line import NotLinearError, rebatched
 from autopar.values.calls import Call
 from autopar.values.graph import CapturedModel
 from tests.zoo import FAMILIES

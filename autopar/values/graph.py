@@ -128,7 +128,7 @@ class CapturedModel:
 
     def accumulated(self, accumulation: Accumulation) -> "CapturedModel":
         """The same graph, of one of the micro-batches that make a step so."""
-        made = copy(self)  # `replace` would look at a graph that is not made yet (`capture.rebatch.Deferred`)
+        made = copy(self)  # `replace` would look at a graph that is not made yet (`passes.batch_line.DeferredGraph`)
         vars(made)["accumulation"] = accumulation
         return made
 

@@ -1,8 +1,8 @@
 """What is the program of another batch size? Those of both ends of a line of graphs, every size moved along it.
 
 No graph is made: ops that are alike at both ends are alike between them, so that one of each kind is moved, as
-`capture.rebatch` moves a node, and read as `program` reads it; the others take its sizes and keep their names. A graph
-is made where it is asked for. Programs on a line whose ops are alike where each other's are share their `form`.
+`passes.batch_line` moves a node, and read as `program` reads it; the others take its sizes and keep their names. A
+graph is made where it is asked for. Programs on a line whose ops are alike where each other's are share their `form`.
 """
 
 import math
@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import fx
 
-from autopar.capture.rebatch import BatchLine, Between, DeferredGraph, NotLinearError
 from autopar.errors import BatchError
 from autopar.lower.factor_words import WORDS_OF
 from autopar.lower.program import Op, OpMaker, Program, Tensor, make_program
 from autopar.ops.cross_entropy import count_labels
 from autopar.passes.accumulate_gradients import Parts, count_call, parts_of
+from autopar.passes.batch_line import BatchLine, Between, DeferredGraph, NotLinearError
 from autopar.rules.elementwise import LOOKED_BACK, is_positive
 from autopar.values.graph import Accumulation, CapturedModel, operands
 

@@ -23,9 +23,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.capture.rebatch import BatchLine
 from autopar.errors import BatchError, InfeasibleError, SearchTimeoutError
 from autopar.lower.program import Program
+from autopar.passes.batch_line import BatchLine
 from autopar.search.alike_meshes import first_alike
 from autopar.search.costs.pricing import Pricer
 from autopar.search.exact.ilp import CutoffError

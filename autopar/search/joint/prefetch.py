@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.capture.rebatch import BatchLine
+from autopar.passes.batch_line import BatchLine
 from autopar.search.joint.questions import Found, JointProblem
 from autopar.search.joint.workers import Told, Workers
 from autopar.values.graph import CapturedModel

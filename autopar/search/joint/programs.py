@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from autopar.capture.rebatch import BatchLine, NotLinearError
 from autopar.errors import BatchError, InfeasibleError
 from autopar.lower.program import Program, make_program
+from autopar.passes.batch_line import BatchLine, NotLinearError
 from autopar.search.costs.program_line import ProgramLine
 from autopar.values.graph import CapturedModel
 

@@ -1,6 +1,6 @@
 """What a worker of the joint search runs: `python -m autopar.search.joint.worker` answers as `Joint` does."""
 
-from autopar.capture.rebatch import BatchLine
+from autopar.passes.batch_line import BatchLine
 from autopar.search.joint.joint import Joint
 from autopar.search.joint.questions import Question, Setup
 from autopar.search.joint.workers import serve
