@@ -6,6 +6,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 import transformers as hf
+from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.lower.program import Program, make_program
@@ -26,6 +27,24 @@ def machine(count: int = 4, bandwidth: float = 5e9) -> Cluster:
     cluster = load_cluster(f"{count}xcpu")
     levels = tuple(replace(level, alpha=1e-7, bandwidth=bandwidth) for level in cluster.levels)
     return replace(cluster, levels=levels, device=replace(cluster.device, launch_seconds=1e-8))
+
+
+class Squares(nn.Module):
+    """Two equal blocks, captured at once, for what does not depend on the model. The loss is a mean of squares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def squares() -> tuple[nn.Module, Tensor]:
+    """A model and a batch of four."""
+    return Squares(), torch.linspace(-1, 1, 4 * 32).reshape(4, 32)
 
 
 @lru_cache

@@ -30,8 +30,7 @@ from autopar.values.graph import CapturedModel
 from autopar.values.plan import Plan, one_stage
 from autopar.values.stage_plan import StagePlan
 from autopar.values.train_config import TrainConfig
-from tests.search_cases import machine
-from tests.zoo import zoo
+from tests.search_cases import machine, squares
 from tests.zoo_graphs import zoo_graph
 
 GAP = 1e-2
@@ -376,15 +375,15 @@ def test_a_plan_is_at_hand_where_few_fit() -> None:
 
 
 def test_in_the_api_every_mesh_is_searched() -> None:
-    model, kwargs = zoo("vit", batch=4)
-    made = api.plan(model, kwargs, cluster=machine(2), mesh="auto", relative_gap=0.02, with_baselines=False)
+    model, inputs = squares()
+    made = api.plan(model, inputs, cluster=machine(2), mesh="auto", relative_gap=0.02, with_baselines=False)
     assert made.captured is not None and made.mesh.size == 2
     made.check(made.captured)
     assert "meshes" in str(made)
-    fixed = api.plan(model, kwargs, cluster=machine(2), mesh="auto", microbatches=2, with_baselines=False)
+    fixed = api.plan(model, inputs, cluster=machine(2), mesh="auto", microbatches=2, with_baselines=False)
     assert fixed.microbatches == 2
     with pytest.raises(MeshError, match="baseline"):
-        api.plan(model, kwargs, cluster=machine(4), mesh="auto", baseline="ddp")
+        api.plan(model, inputs, cluster=machine(4), mesh="auto", baseline="ddp")
 
 
 def test_where_nothing_fits_the_least_that_would_do_is_said() -> None:

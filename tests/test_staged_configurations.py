@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import lru_cache
 
 import pytest
-from torch import nn
 
 import tests.pipeline_cases as cases
 from autopar.api import planning as api
@@ -34,7 +33,7 @@ from autopar.values.mesh import Mesh, make_mesh
 from autopar.values.plan import Plan
 from autopar.values.train_config import TrainConfig
 from tests.process_group import ranks
-from tests.search_cases import machine
+from tests.search_cases import machine, squares
 from tests.zoo import zoo
 
 # Family, configuration and micro-batches of 4 samples each; T5's encoder and decoder have four blocks.
@@ -197,35 +196,31 @@ def test_the_step_is_never_faster_than_the_whole_work_shared_out() -> None:
     assert made_of(text, captured).estimate.step_seconds >= whole / 2 * (1 - 1e-9)
 
 
-def user_model() -> tuple[nn.Module, dict[str, object]]:
-    return zoo("gpt2", batch=4)
-
-
 def test_plan_takes_configurations_with_a_pipeline() -> None:
     """Micro-batches that nobody says are searched; those that the schedule does not run are left out."""
-    model, kwargs = user_model()
-    made = api.plan(model, kwargs, cluster=machine(), baseline="fsdp:pp=2,mbs=1")
+    model, inputs = squares()
+    made = api.plan(model, inputs, cluster=machine(), baseline="fsdp:pp=2,mbs=1")
     assert made.num_stages > 1 and made.microbatches == 2 and made.mesh.shape == (2,)
-    free = api.plan(model, kwargs, cluster=machine(), baseline="fsdp:pp=2")
+    free = api.plan(model, inputs, cluster=machine(), baseline="fsdp:pp=2")
     assert free.estimate.step_seconds <= made.estimate.step_seconds * (1 + 1e-9)
     assert "needs as many micro-batches" in free.estimate.search.microbatches["1"]
     with pytest.raises(ArgumentError, match="the baseline fsdp:pp=2 has 2 pipeline ranks"):
-        api.plan(model, kwargs, cluster=machine(), baseline="fsdp:pp=2", pipeline=4)
+        api.plan(model, inputs, cluster=machine(), baseline="fsdp:pp=2", pipeline=4)
 
 
 def test_plan_takes_the_mesh_of_a_stage() -> None:
     """One arrangement, asked for: as good as the best of the search over meshes when that has no other."""
-    model, kwargs = user_model()
-    made = api.plan(model, kwargs, cluster=machine(), mesh="2", pipeline=2, microbatches=2, relative_gap=0.02)
+    model, inputs = squares()
+    made = api.plan(model, inputs, cluster=machine(), mesh="2", pipeline=2, microbatches=2, relative_gap=0.02)
     assert made.num_stages > 1
     assert (made.mesh.shape, made.pipeline, made.microbatches, made.schedule) == ((2,), 2, 2, "1f1b")
-    other = api.plan(model, kwargs, cluster=machine(), mesh="1x2", pipeline=2, schedule="gpipe", relative_gap=0.02)
+    other = api.plan(model, inputs, cluster=machine(), mesh="1x2", pipeline=2, schedule="gpipe", relative_gap=0.02)
     assert other.num_stages > 1 and other.mesh.shape == (1, 2) and other.schedule == "gpipe"
     assert other.estimate.search.space is not None and "mesh 1x2" in other.estimate.search.space.space
     with pytest.raises(BatchError, match="3 micro-batches were asked, but the global batch has"):
-        api.plan(model, kwargs, cluster=machine(), mesh="2", pipeline=2, microbatches=3)
+        api.plan(model, inputs, cluster=machine(), mesh="2", pipeline=2, microbatches=3)
     with pytest.raises(InfeasibleError, match="runs 1 micro-batches on 2 pipeline ranks"):
-        api.plan(model, kwargs, cluster=machine(), mesh="2", pipeline=2, microbatches=1)
+        api.plan(model, inputs, cluster=machine(), mesh="2", pipeline=2, microbatches=1)
 
 
 def test_what_is_asked_of_mesh_and_pipeline() -> None:
