@@ -162,7 +162,18 @@ def on_a_loss(function: Operation) -> Operation:
 
 
 def outcome(kind: str, name: str) -> tuple[str, str]:
-    """What came of an operation and the step after it: as eager, another result, or an error and its words."""
+    """On a rank, of an operation and the step after it: as eager, another result, or an error and its words."""
+    import tests.ordinary_copies
+    import tests.ordinary_gradients
+    import tests.ordinary_parameters  # noqa: F401
+
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _compared(kind, name)
+
+
+def _compared(kind: str, name: str) -> tuple[str, str]:
     eager, wanted = _outcome(Run(net(), kind, distributed=False), name)
     module, found = _outcome(Run(made(kind), kind, distributed=True), name)
     if found is not None:
@@ -195,18 +206,3 @@ def _alike(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=1e-8, atol=1e-10)
-
-
-def outcomes(kind: str, names: list[str]) -> dict[str, tuple[str, str]]:
-    """On a rank: of each operation."""
-    import tests.ordinary_copies
-    import tests.ordinary_gradients
-    import tests.ordinary_parameters  # noqa: F401
-
-    found = {}
-    for name in names:
-        torch.manual_seed(0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found[name] = outcome(kind, name)
-    return found

@@ -1,13 +1,11 @@
 """What ordinary code does to a module between two steps has the effect that it has in one process, or is refused."""
 
-from functools import cache
-
 import pytest
 
 import tests.ordinary_copies
 import tests.ordinary_gradients
 import tests.ordinary_parameters  # noqa: F401
-from tests.ordinary_cases import KINDS, NEEDS_GRAPH, OPERATIONS, outcomes
+from tests.ordinary_cases import KINDS, NEEDS_GRAPH, OPERATIONS, outcome
 from tests.process_group import ranks
 
 CAPTURED = "captured"
@@ -104,11 +102,6 @@ def asked(kind: str) -> list[str]:
     return [name for name in OPERATIONS if kind == ALL_OF_THEM] or SOME[kind]
 
 
-@cache
-def found(kind: str) -> list[dict[str, tuple[str, str]]]:
-    return ranks(KINDS[kind]).run(outcomes, kind, asked(kind))
-
-
 def expected(kind: str, name: str) -> tuple[str, str]:
     """What comes of an operation, and a word of what is said."""
     if kind in ("stages", "microbatches") and name in STEPPED and (kind == "stages" or "hook" in name):
@@ -131,9 +124,9 @@ def expected(kind: str, name: str) -> tuple[str, str]:
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in asked(kind)])
 def test_the_effect_is_that_of_one_process_or_an_error(kind: str, name: str) -> None:
     word, says = expected(kind, name)
-    for answer in found(kind):
-        assert answer[name][0] == word, answer[name]
-        assert says in answer[name][1]
+    for found, said in ranks(KINDS[kind]).run(outcome, kind, name):
+        assert found == word, (found, said)
+        assert says in said
 
 
 def test_operations_on_a_loss_are_asked_of_those_who_have_one() -> None:
