@@ -73,7 +73,7 @@ def is_regular(group: list[int], sizes: tuple[int, ...]) -> bool:
 
 CASES = [
     (sizes, shape, axes)
-    for sizes in [(2, 8), (8, 8), (2, 3, 4), (3, 4), (8,), (1, 8)]
+    for sizes in [(2, 8), (4, 8), (2, 3, 4), (3, 4), (8,), (1, 8)]
     for shape in factorisations(math.prod(sizes))
     for count in range(1, len(shape) + 1)
     for axes in combinations(range(len(shape)), count)

@@ -49,7 +49,7 @@ def free_peak(program: Program, pricer: Pricer, restriction: Restriction | None 
 def test_less_memory_never_costs_less_and_prices_are_those_of_the_plan(family: str) -> None:
     program, pricer = program_of(family), pricer_of((4,), bandwidth=2e9)
     peak, last, recomputed = free_peak(program, pricer), 0.0, 0
-    for part in (1.5, 0.95, 0.85, 0.75, 0.65):
+    for part in (1.5, 0.85, 0.65):
         try:
             problem, solution, plan = solved(program, pricer, part * peak, gap=1e-4)
         except InfeasibleError as error:
@@ -91,7 +91,7 @@ def test_for_a_fixed_sharding_no_recompute_set_is_better() -> None:
     assert len(kinds) > 8
     rng, best = random.Random(0), float("inf")
     sets = list(itertools.product((False, True), repeat=len(kinds)))
-    for chosen in rng.sample(sets, min(len(sets), 300)):
+    for chosen in rng.sample(sets, min(len(sets), 100)):
         names = frozenset().union(*(names for names, is_in in zip(kinds, chosen, strict=True) if is_in))
         estimate = evaluate_program(replace(plan, recompute=names, remade={}), program, pricer)
         if estimate.peak_nbytes <= 0.9 * part * peak:
