@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.capture import capture
+from autopar.lower.events import Events, find_events
 from autopar.lower.lowered_step import LoweredStep, lower
 from autopar.lower.program import Program, make_program
 from autopar.lower.target import Target
@@ -148,17 +149,19 @@ def predicted_step(device: Device, batch: int, size: str = "small", kind: str = 
     _, plan = planned(batch, size, kind == "in pieces")
     cluster = replace(_one_device(), device=device)
     pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
-    charges = charges_of(_lowered(batch, size, kind, pricer.target.on_host), pricer)
+    lowered, events = _lowered(batch, size, kind, pricer.target.on_host)
+    charges = charges_of(lowered, pricer, events=events)
     return sum(charge.seconds for charge in charges if kind != "no update" or charge.kind != "optimizer")
 
 
 @cache
-def _lowered(batch: int, size: str, kind: str, on_host: bool) -> LoweredStep:
-    """What a step does, whatever such device it is priced for."""
+def _lowered(batch: int, size: str, kind: str, on_host: bool) -> tuple[LoweredStep, Events]:
+    """What a step does, whatever such device it is priced for: a fit asks for many."""
     program, plan = planned(batch, size, kind == "in pieces")
     if kind == "run again":
         plan = replace(plan, recompute=run_again(program))
-    return lower(plan, program, Target(mesh=plan.mesh, config=plan.config, on_host=on_host))
+    lowered = lower(plan, program, Target(mesh=plan.mesh, config=plan.config, on_host=on_host))
+    return lowered, find_events(lowered)
 
 
 @cache

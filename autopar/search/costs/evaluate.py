@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.lower.events import find_events
+from autopar.lower.events import Events, find_events
 from autopar.lower.holding import MEMORY_KINDS
 from autopar.lower.live import Live
 from autopar.lower.lowered_step import LoweredStep, lower
@@ -105,12 +105,18 @@ def peak_without_optimizer(plan: StagePlan, captured: CapturedModel, cluster: Cl
     return float(np.sum([nbytes for kind, nbytes in live.items() if kind != "optimizer"], axis=0).max())
 
 
-def charges_of(step: LoweredStep, pricer: Pricer, *, only_parameters: bool = False) -> list[Charge]:
-    """Of every event; in buckets a copy is gathered again once for all that read it."""
-    found, prices = find_events(step, only_parameters=only_parameters), EventPrices(step, pricer)
+def charges_of(
+    step: LoweredStep, pricer: Pricer, *, only_parameters: bool = False, events: Events | None = None
+) -> list[Charge]:
+    """Of every event; in buckets a copy is gathered again once for all that read it.
+
+    events: those of the step, if they are known: they do not depend on prices.
+    """
+    found = find_events(step, only_parameters=only_parameters) if events is None else events
+    prices = EventPrices(step, pricer)
     seen, charges = set[tuple[str, Step]](), list[Charge]()
-    for events, is_back in ((found.forward, False), (found.backward, True), (found.update, True)):
-        for event in events:
+    for some, is_back in ((found.forward, False), (found.backward, True), (found.update, True)):
+        for event in some:
             if pricer.in_buckets and event.step is not None and event.is_gathered_again:
                 if (event.name, event.step) in seen:
                     continue
