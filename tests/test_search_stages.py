@@ -36,8 +36,7 @@ from autopar.values.lifetimes import ONCE_A_STEP
 from autopar.values.mesh import make_mesh
 from autopar.values.stage_plan import StagePlan
 from autopar.values.train_config import TrainConfig
-from tests.search_cases import machine
-from tests.zoo import zoo
+from tests.search_cases import machine, squares
 from tests.zoo_graphs import zoo_graph
 
 MICROBATCHES = 4
@@ -135,16 +134,16 @@ def test_a_pipeline_needs_less_memory_of_a_device_than_one_stage() -> None:
 
 
 def test_the_joint_search_plans_stages() -> None:
-    model, kwargs = zoo("vit", batch=4)
-    made = api.plan(model, kwargs, cluster=machine(2), mesh="auto", pipeline=2, relative_gap=0.02)
+    model, inputs = squares()
+    made = api.plan(model, inputs, cluster=machine(2), mesh="auto", pipeline=2, relative_gap=0.02)
     assert made.num_stages == made.world == 2
-    best = api.plan(model, kwargs, cluster=machine(2), mesh="auto", relative_gap=0.02, with_baselines=False)
+    best = api.plan(model, inputs, cluster=machine(2), mesh="auto", relative_gap=0.02, with_baselines=False)
     assert best.estimate.step_seconds <= made.estimate.step_seconds
     assert best.estimate.bound <= made.estimate.bound * (1 + 1e-9)
     with pytest.raises(MeshError, match="3 pipeline ranks"):
-        api.plan(model, kwargs, cluster=machine(2), mesh="auto", pipeline=3)
+        api.plan(model, inputs, cluster=machine(2), mesh="auto", pipeline=3)
     with pytest.raises(ArgumentError, match="not searched"):
-        api.plan(model, kwargs, cluster=machine(2), mesh="auto", schedule="zbv")
+        api.plan(model, inputs, cluster=machine(2), mesh="auto", schedule="zbv")
 
 
 def test_no_named_stages_are_below_what_is_proved_of_every_collective_alone() -> None:
