@@ -48,6 +48,13 @@ def squares() -> tuple[nn.Module, Tensor]:
 
 
 @lru_cache
+def squares_graph(rows: int) -> CapturedModel:
+    """Of so many of them."""
+    model, inputs = squares()
+    return capture(model, (inputs[:rows],))
+
+
+@lru_cache
 def captured_of(family: str) -> CapturedModel:
     return zoo_graph(family)
 

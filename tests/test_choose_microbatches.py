@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from autopar.api import planning as api
-from autopar.capture import capture
 from autopar.errors import InfeasibleError
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.search.microbatches import choose_microbatches, unlimited_bound
@@ -19,7 +18,7 @@ from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.stage_plan import StagePlan
 from autopar.values.train_config import TrainConfig
-from tests.search_cases import machine, squares
+from tests.search_cases import machine, squares, squares_graph
 from tests.zoo_graphs import zoo_graph
 
 BATCH, GAP = 4, 1e-3
@@ -98,8 +97,7 @@ def test_the_choice_is_that_of_trying_all_as_memory_shrinks() -> None:
 
 @cache
 def small(count: int) -> CapturedModel:
-    model, inputs = squares()
-    return accumulate_gradients(capture(model, (inputs[: len(inputs) // count],)), count, lambda: small(1))
+    return accumulate_gradients(squares_graph(BATCH // count), count, lambda: small(1))
 
 
 def test_where_no_number_fits_the_least_that_would_do_is_said() -> None:

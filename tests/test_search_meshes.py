@@ -30,7 +30,7 @@ from autopar.values.graph import CapturedModel
 from autopar.values.plan import Plan, one_stage
 from autopar.values.stage_plan import StagePlan
 from autopar.values.train_config import TrainConfig
-from tests.search_cases import machine, squares
+from tests.search_cases import machine, squares, squares_graph
 from tests.zoo_graphs import zoo_graph
 
 GAP = 1e-2
@@ -387,11 +387,11 @@ def test_in_the_api_every_mesh_is_searched() -> None:
 
 
 def test_where_nothing_fits_the_least_that_would_do_is_said() -> None:
-    config = TrainConfig(memory_nbytes=1.01 * states_nbytes(make_program(graph_of(4)), "adamw") / 2)
+    config = TrainConfig(memory_nbytes=1.01 * states_nbytes(make_program(squares_graph(4)), "adamw") / 2)
     with pytest.raises(InfeasibleError, match="nothing fits on any mesh") as caught:
-        search_meshes(4, graph_of, machine(2), config, SearchOptions(relative_gap=GAP))
+        search_meshes(4, squares_graph, machine(2), config, SearchOptions(relative_gap=GAP))
     least = caught.value.least_nbytes
     assert least is not None and config.memory_nbytes is not None and least > config.memory_nbytes
     config = TrainConfig(memory_nbytes=1.001 * least)
-    found, _ = search_meshes(4, graph_of, machine(2), config, SearchOptions(relative_gap=GAP))
+    found, _ = search_meshes(4, squares_graph, machine(2), config, SearchOptions(relative_gap=GAP))
     assert found.estimate.peak_nbytes <= 1.001 * least
