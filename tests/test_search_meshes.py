@@ -281,8 +281,8 @@ def part_of(count: int) -> CapturedModel:
 
 
 @cache
-def without_a_limit(cluster: Cluster, buckets: bool = False) -> Plan:
-    options = SearchOptions(relative_gap=GAP, with_baselines=False, buckets=buckets)
+def without_a_limit(cluster: Cluster) -> Plan:
+    options = SearchOptions(relative_gap=GAP, with_baselines=False)
     return search_meshes(4, graph_of, cluster, TrainConfig(), options)[0]
 
 
@@ -296,7 +296,7 @@ def test_the_joint_search_finds_what_trying_everything_finds(share: float, bucke
     cluster = machine(4)
     cluster = replace(cluster, device=replace(cluster.device, name="another"))
     config = TrainConfig()
-    found = without_a_limit(cluster, buckets)
+    found = without_a_limit(cluster)
     gap = 3 * GAP if buckets else GAP
     options = SearchOptions(relative_gap=gap, with_baselines=False, buckets=buckets)
     if share < 1.0:
