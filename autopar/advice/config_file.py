@@ -15,6 +15,7 @@ import yaml
 
 from autopar.cost_models.training_config import TRUTH
 from autopar.errors import ArgumentError
+from autopar.values.choices import near
 
 MOST_BYTES = 10**6
 MISSPELT = 0.92
@@ -46,17 +47,20 @@ class Keys:
         value = self._values.get(_normal(key))
         return None if value == "auto" else value
 
-    def whole(self, key: str) -> int | None:
+    def whole(self, key: str, least: int = 1) -> int | None:
         """The whole number of a key, None if it is not there.
 
         Raises:
-            ArgumentError: if it is something else.
+            ArgumentError: if it is something else, or less than the least.
         """
         value = self.value(key)
         try:
-            return None if value is None else int(str(value))
+            number = None if value is None else int(str(value))
         except ValueError as error:
             raise ArgumentError(f"{self.name}: {key} is {value!r}, not a whole number") from error
+        if number is not None and number < least:
+            raise ArgumentError(f"{self.name}: {key} is {number}; it is at least {least}")
+        return number
 
     def truth(self, key: str) -> bool:
         """Whether a switch is there and on.
@@ -77,8 +81,24 @@ class Keys:
             return default
         words = {word.lower(): meaning for word, meaning in known.items()}
         if (word := str(value).lower()) not in words:
-            raise ArgumentError(f"{self.name}: {key} {value} is not priced here; what is: {', '.join(known)}")
+            names = ", ".join(known)
+            raise ArgumentError(f"{self.name}: {key} {value} is not priced here; what is: {names}{near(word, words)}")
         return words[word]
+
+    def precision(self, bf16: str, fp16: str) -> str:
+        """By two switches, of which one or none is on: `TrainingConfig.precision`.
+
+        Raises:
+            ArgumentError: if both are on.
+        """
+        on = [name for name, key in (("bf16", bf16), ("fp16", fp16)) if self.truth(key)]
+        if len(on) == 2:
+            raise ArgumentError(f"{self.name}: {bf16} and {fp16} are both on; leave one out")
+        return on[0] if on else "fp32"
+
+    def ignored(self, *keys: str) -> None:
+        """Keys that are known, and change nothing that is priced."""
+        self._asked.update(map(_normal, keys))
 
     def unread(self) -> tuple[str, ...]:
         """Keys that nobody has asked for.
@@ -88,8 +108,8 @@ class Keys:
         """
         rest = tuple(key for key in self._values if key not in self._asked)
         for key in rest:
-            for near in difflib.get_close_matches(key, self._asked, 1, MISSPELT):
-                raise ArgumentError(f"{self.name}: {key} is not known; did you mean {near}?")
+            for alike in difflib.get_close_matches(key, self._asked, 1, MISSPELT):
+                raise ArgumentError(f"{self.name}: {key} is not known; did you mean {alike}?")
         if len(rest) == len(self._values):
             raise ArgumentError(f"{self.name} has no option that is known; some that are: {', '.join(self._some())}")
         return rest

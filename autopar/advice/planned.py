@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from autopar.advice.framework import Framework, Sharding, Site
 from autopar.cost_models.training_config import TrainingConfig
+from autopar.values.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,17 +26,34 @@ class PlannedConfiguration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelJob:
+    """How a model of any kind is trained where. global_batch: samples a step. precision: of matrix products, bf16 or
+    fp32. optimizer: as for `plan`."""
+
+    cluster: Cluster
+    global_batch: int
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+
+    @property
+    def storage(self) -> str:
+        """The precision of a plan: parameters are kept in float32."""
+        return "bf16-mixed" if self.precision == "bf16" else self.precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelAdvice:
     """Configurations that fit, fastest first, and those that do not.
 
-    num_params: of the model. precision: of matrix products, as in `TrainingConfig`. has_switch: the model recomputes
+    own: the user's configuration, None without one. num_params: of the model. has_switch: the model recomputes
     where it is told to, by `gradient_checkpointing_enable()`. left_out: policies that no plan prices, and why.
     """
 
     framework: Framework
     site: Site
+    job: ModelJob
+    own: PlannedConfiguration | None
     num_params: int
-    precision: str
     has_switch: bool
     best: tuple[PlannedConfiguration, ...]
     too_large: tuple[PlannedConfiguration, ...]

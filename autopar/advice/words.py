@@ -7,8 +7,12 @@ from typing import Any
 from autopar.advice.framework import Site
 from autopar.cost_models.training_config import ALIASES, TRUTH, TrainingConfig
 from autopar.errors import ArgumentError
+from autopar.values.choices import near
 
 KINDS = {f.name: f.type for f in fields(TrainingConfig)}
+NAMES = (*KINDS, *ALIASES)
+USUAL = ("tp", "pp", "cp", "ep", "dp", "zero", "replicate", "mbs", "recompute", "offload", "vpp", "schedule")
+"""Words that a message lists; all fields of `TrainingConfig` are words."""
 
 
 def read_words(keys: Mapping[str, Any], where: str, site: Site) -> dict[str, object]:
@@ -22,7 +26,7 @@ def read_words(keys: Mapping[str, Any], where: str, site: Site) -> dict[str, obj
     for key, value in keys.items():
         field = ALIASES.get(key, key)
         if field not in KINDS:
-            raise ArgumentError(f"{where}: {key} is not one of {', '.join(sorted(KINDS))}")
+            raise ArgumentError(f"{where}: {key} is not one of {', '.join(USUAL)} and others{near(key, NAMES)}")
         text = str(value).lower()
         try:
             kind = KINDS[field]

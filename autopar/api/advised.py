@@ -8,12 +8,13 @@ recomputed, or wrapped by itself, is an element of the model's lists of layers.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from autopar.advice.framework import Framework, Sharding, Site
-from autopar.advice.planned import ModelAdvice, PlannedConfiguration
+from autopar.advice.framework import Fields, Framework, Sharding, Site
+from autopar.advice.planned import ModelAdvice, ModelJob, PlannedConfiguration
 from autopar.api.model_plan import ModelPlan
 from autopar.api.planning import plan
 from autopar.cost_models.training_config import TrainingConfig
@@ -31,10 +32,8 @@ def advise_model(
     model: nn.Module,
     example_inputs: Any,
     *,
-    cluster: Cluster,
-    global_batch: int,
-    precision: str = "bf16-mixed",
-    optimizer: str = "adamw",
+    job: ModelJob,
+    own: Fields | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ModelAdvice:
     """Rank the data-parallel configurations of a framework for a model that returns its loss.
@@ -43,14 +42,12 @@ def advise_model(
         framework: whose.
         model: unmodified, on any device.
         example_inputs: of one call, as for `plan`.
-        cluster: where it is trained.
-        global_batch: samples a step.
-        precision: as for `plan`.
-        optimizer: as for `plan`.
+        job: how it is trained where.
+        own: fields of the user's configuration, which is priced beside.
         progress: told what is being priced.
 
     Raises:
-        ArgumentError: if the framework trains models of its own only.
+        ArgumentError: if the framework trains models of its own only, or no plan prices the user's configuration.
         BatchError: if the devices do not divide the batch.
         AutoparError: as `plan`, of a model that cannot be captured.
     """
@@ -59,66 +56,91 @@ def advise_model(
             f"{framework.name} trains the transformers that it has itself; give one by its name or hf:config.json, or "
             "--for trainer, accelerate, lightning, deepspeed or fsdp"
         )
-    devices = cluster.num_devices
-    if global_batch % devices:
+    devices = job.cluster.num_devices
+    if job.global_batch % devices:
         raise BatchError(
-            f"global batch {global_batch} is not divisible by {devices} data-parallel ranks; use a multiple of "
+            f"global batch {job.global_batch} is not divisible by {devices} data-parallel ranks; use a multiple of "
             f"{devices}"
         )
     tell = progress or (lambda _: None)
     paths, layer = equal_layers(model)
-    site = Site(cluster=cluster, model=type(model).__name__, layer_paths=paths, layer_class=layer)
     kinds = framework.space.recompute if paths else framework.space.recompute[:1]
+    asked = {
+        "dp": devices,
+        "micro_batch": 1,
+        "global_batch": job.global_batch,
+        "seq": 1,  # a model of any kind has samples, not tokens
+        "precision": job.precision,
+        "optimizer_states": NUM_STATES[job.optimizer],
+    }
+
+    def priced(config: TrainingConfig, sharding: Sharding) -> PlannedConfiguration:
+        words = f"{_recipe(sharding)},mbs={config.micro_batch}"
+        words += f",recompute={config.recompute}" if config.recompute != "none" else ""
+        tell(f"pricing {words}")
+        kept = [name for name in (job.optimizer, *NUM_STATES) if NUM_STATES[name] == config.optimizer_states]
+        found = plan(
+            model,
+            example_inputs,
+            cluster=job.cluster,
+            global_batch=config.global_batch,
+            precision=replace(job, precision=config.precision).storage,
+            optimizer=kept[0],
+            baseline=words,
+            with_baselines=False,
+            check=False,
+        )
+        return _planned(found, config, sharding, words, job.cluster)
+
+    mine = None
+    if own is not None:
+        config = framework.config(**{**asked, **own})
+        sharding = framework.sharding_of(config)
+        _check_planned(config, sharding)
+        mine = priced(config, sharding)
     best: list[PlannedConfiguration] = []
     too_large: list[PlannedConfiguration] = []
     left_out: list[str] = []
     for sharding in framework.space.shardings:
-        if (recipe := _recipe(sharding)) is None:
+        if _recipe(sharding) is None:
             left_out.append(f"{sharding.name}: autopar has no plan that splits state in this way")
             continue
+        base = framework.config(**asked, zero=sharding.zero, keep_gathered=sharding.keep_gathered)
 
-        def priced(size: int, kind: str, recipe: str = recipe, sharding: Sharding = sharding) -> PlannedConfiguration:
-            words = f"{recipe},mbs={size}" + (f",recompute={kind}" if kind != "none" else "")
-            tell(f"pricing {words}")
-            found = plan(
-                model,
-                example_inputs,
-                cluster=cluster,
-                global_batch=global_batch,
-                precision=precision,
-                optimizer=optimizer,
-                baseline=words,
-                with_baselines=False,
-                check=False,
-            )
-            config = framework.config(
-                dp=devices,
-                zero=sharding.zero,
-                keep_gathered=sharding.keep_gathered,
-                micro_batch=size,
-                global_batch=global_batch,
-                seq=1,  # a model of any kind has samples, not tokens
-                recompute=kind,
-                precision=precision.removesuffix("-mixed"),
-                optimizer_states=NUM_STATES[optimizer],
-            )
-            return _planned(found, config, sharding, words, cluster)
+        def sized(size: int, kind: str, base: TrainingConfig = base, by: Sharding = sharding) -> PlannedConfiguration:
+            return priced(replace(base, micro_batch=size, recompute=kind), by)
 
         try:
-            for each in _largest(priced, global_batch // devices, kinds):
+            for each in _largest(sized, job.global_batch // devices, kinds):
                 (best if each.fits else too_large).append(each)
         except InfeasibleError as error:
             left_out.append(f"{sharding.name}: {error}")
     return ModelAdvice(
         framework=framework,
-        site=site,
+        site=Site(cluster=job.cluster, model=type(model).__name__, layer_paths=paths, layer_class=layer),
+        job=job,
+        own=mine,
         num_params=sum(parameter.numel() for parameter in model.parameters()),
-        precision=precision.removesuffix("-mixed"),
         has_switch=hasattr(model, "gradient_checkpointing_enable"),
         best=tuple(sorted(best, key=lambda each: (each.seconds, each.nbytes))),
         too_large=tuple(sorted(too_large, key=lambda each: each.nbytes)),
         left_out=tuple(left_out),
     )
+
+
+def _check_planned(config: TrainingConfig, sharding: Sharding) -> None:
+    """Raises ArgumentError if no plan prices a user's configuration of a model of any kind."""
+    for what, is_so in (
+        ("tensor, context, expert or pipeline ranks", config.tp * config.cp * config.ep * config.pp > 1),
+        (f"offload {config.offload}", config.offload != "none"),
+        (f"precision {config.precision}", config.precision not in ("bf16", "fp32")),
+        (sharding.name, _recipe(sharding) is None),
+    ):
+        if is_so:
+            raise ArgumentError(
+                f"your configuration has {what}, which is priced for transformers with formulas only; for a model of "
+                "any kind autopar plan --baseline prices tensor ranks and stages"
+            )
 
 
 def equal_layers(model: nn.Module) -> tuple[tuple[str, ...], str]:

@@ -20,14 +20,21 @@ from autopar.values.whole_file import write_whole
 
 if TYPE_CHECKING:  # the command line is there before torch is
     from autopar.advice.framework import ConfigFile, Framework, TransformerJob
+    from autopar.advice.planned import ModelJob
 
 COMPARE = "What it is compared with"
 KINDS = tuple(READERS)
 AMOUNT = Domain(whole=False, least=0, most=1e18, excluded=(0,))
 SHOWN = Domain(least=1, most=1000)
 GPUS = Domain(least=1, most=MOST_DEVICES)
-UNREAD = 8
-"""Keys of a user's file that are named, of those on which no price depends."""
+NEEDS = {
+    "--tokens": ("--gpus",),
+    "--price": ("--gpus", "--tokens"),
+    "--deadline": ("--gpus", "--tokens"),
+    "--budget": ("--gpus", "--tokens", "--price"),
+}
+UNREAD = 20
+"""Keys of a user's file that are named, of those that no price knows."""
 
 
 def advise(
@@ -65,8 +72,9 @@ def advise(
     from autopar.advice.advise import size_values, sizes
     from autopar.advice.framework import TransformerJob
     from autopar.advice.frameworks import framework_named
-    from autopar.report.advice_text import sizes_table
-    from autopar.values.plan_file import load_plan
+    from autopar.advice.planned import ModelJob
+    from autopar.report.advice_text import paste, sizes_table
+    from autopar.values.plan_file import load_saved
 
     chosen = framework_named(framework)
     checked_number("--top", top, SHOWN)
@@ -77,25 +85,30 @@ def advise(
     for name, value in (("--global-batch", global_batch), ("--seq", seq)):
         if value is not None:
             checked_number(name, value, POSITIVE)
-    needs: dict[str, tuple[str, object]] = {"--tokens": ("--gpus", gpus), "--price": ("--tokens", tokens)}
-    needs |= {"--deadline": ("--tokens", tokens), "--budget": ("--price", price)}
-    for name, (needed, present) in needs.items():
-        if amounts[name] is not None and present is None:
-            raise ArgumentError(f"{name} needs {needed}")
+    given = {name for name, value in {**amounts, "--gpus": gpus}.items() if value is not None}
+    for name, needed in NEEDS.items():
+        if name in given and (missing := [other for other in needed if other not in given]):
+            raise ArgumentError(f"{name} needs {' and '.join(missing)}")
     if optimizer not in NUM_STATES:
         raise ArgumentError(f"--optimizer {optimizer} is not one of {', '.join(NUM_STATES)}")
     machine = load_cluster(cluster)
-    planned = None if plan is None else load_plan(plan)
+    saved = None if plan is None else load_saved(plan)
+    planned = None if saved is None else saved.plan
     if planned is not None and planned.world != machine.num_devices:
         raise ArgumentError(f"--plan {plan} is for {planned.world} devices, {machine} has {machine.num_devices}")
+    call = None if saved is None else saved.call
+    if call is not None and call.batch() not in (None, global_batch):
+        raise ArgumentError(f"--plan {plan} is for a batch of {call.batch()}, --global-batch is {global_batch}")
     console = console_of(as_json)
     with one_answer(as_json) as answer, ProgressLine(console) as tell:
         if not has_shape(model):
-            for name, asked in (("--config", config), ("--gpus", gpus)):
-                if asked is not None:
-                    raise ArgumentError(f"{name} is for transformers with formulas: {', '.join(KINDS)}, or a name")
-            source = {"spec": model, "batch": global_batch, "seq": seq, "overrides": overrides(set_)}
-            shown = _own_model(chosen, source, machine, precision, optimizer, top, out, answer, tell)
+            if gpus is not None:
+                raise ArgumentError(f"--gpus is for transformers with formulas: {', '.join(KINDS)}, or a name")
+            if precision not in ("bf16", "fp32"):
+                raise ArgumentError(f"--precision {precision} is for transformers with formulas; give bf16 or fp32")
+            asked = ModelJob(cluster=machine, global_batch=global_batch, precision=precision, optimizer=optimizer)
+            source = {"spec": model, "seq": seq, "overrides": overrides(set_)}
+            shown, written = _own_model(chosen, source, asked, config, top, answer, tell)
         else:
             if set_:
                 raise ArgumentError("--set is for models that are built; change the config.json instead")
@@ -110,27 +123,30 @@ def advise(
                 precision=precision,
                 optimizer_states=NUM_STATES[optimizer],
             )
-            shown = _transformer(chosen, job, config, top, out, answer)
+            shown, written = _transformer(chosen, job, config, top, answer)
             if gpus is not None:
                 tell("pricing numbers of GPUs")
                 compared = sizes(chosen, job, _counts(gpus), tokens=tokens, price_per_hour=price)
                 answer["gpus"] = [size_values(size) for size in compared]
                 shown += [sizes_table(compared, "cost"), *_choice(compared, deadline, budget)]
+        answer["written"] = {one.name: one.text for one in written}
+        _write(written, out)
         if planned is not None:
             estimate = planned.estimate
             answer["plan"] = {"step_seconds": estimate.step_seconds, "gap": estimate.gap}
             shown.append(
-                f"autopar's plan {plan}: {estimate.step_seconds:.4g} s a step, within {estimate.gap:.1%} of the best "
-                f"in the space searched, {estimate.peak_nbytes / 1e9:.1f} GB; priced op by op, not by these formulas"
+                f"autopar's plan {plan} of {planned.model}: {estimate.step_seconds:.4g} s a step, within "
+                f"{estimate.gap:.1%} of the best in the space searched, {estimate.peak_nbytes / 1e9:.1f} GB; "
+                "priced op by op"
             )
-    for part in shown if not as_json else ():
+    for part in [*shown, *paste(written)] if not as_json else ():
         console.print(part, highlight=False)
 
 
 def _transformer(
-    chosen: "Framework", job: "TransformerJob", config: str | None, top: int, out: Path | None, answer: dict[str, Any]
-) -> list[Any]:
-    """What is printed of a model with formulas; `answer` gets the same as plain values."""
+    chosen: "Framework", job: "TransformerJob", config: str | None, top: int, answer: dict[str, Any]
+) -> "tuple[list[Any], Sequence[ConfigFile]]":
+    """What is printed of a model with formulas, and what to paste; `answer` gets the same as plain values."""
     from autopar.advice.advise import advise as make_advice
     from autopar.advice.advise import read_own, settings_of
     from autopar.report.advice_text import advice_text
@@ -138,8 +154,6 @@ def _transformer(
     own, unread = (None, ()) if config is None else read_own(chosen, *_given(config), job.site)
     advice = make_advice(chosen, job, own=own, where=f"--config {config}", count=top)
     best = advice.ranking.best[0] if advice.ranking.best else None
-    written = () if best is None else chosen.write(job.site, best.config, best.sharding)
-    _write(written, out)
     answer.update(
         framework=chosen.title,
         best=[settings_of(each) for each in advice.ranking.best],
@@ -147,56 +161,50 @@ def _transformer(
         yours=None if advice.own is None else settings_of(advice.own),
         without_limits=None if advice.unlimited is None else settings_of(advice.unlimited),
         unread=list(unread),
-        written={one.name: one.text for one in written},
     )
-    shown: list[Any] = [advice_text(advice, written)]
-    if unread:
-        more = "" if len(unread) <= UNREAD else f" and {len(unread) - UNREAD} more"
-        shown.insert(0, f"no price depends on {', '.join(unread[:UNREAD])}{more} of {config}")
-    return shown
+    written = () if best is None else chosen.write(job.site, best.config, best.sharding)
+    return [*_unread(unread, config), advice_text(advice)], written
 
 
 def _own_model(
     chosen: "Framework",
     source: dict[str, Any],
-    machine: Any,
-    precision: str,
-    optimizer: str,
+    job: "ModelJob",
+    config: str | None,
     top: int,
-    out: Path | None,
     answer: dict[str, Any],
     tell: Callable[[str], None],
-) -> list[Any]:
-    """What is printed of any other model, whose configurations are planned; `answer` gets the same as plain values."""
+) -> "tuple[list[Any], Sequence[ConfigFile]]":
+    """The same of any other model, whose configurations are planned."""
+    from autopar.advice.advise import read_own
+    from autopar.advice.framework import Site
     from autopar.api.advised import advise_model
     from autopar.models import load_model
     from autopar.report.model_advice_text import model_advice_text, planned_values
 
-    if precision not in ("bf16", "fp32"):
-        raise ArgumentError(f"--precision {precision} is for transformers with formulas; give bf16 or fp32")
-    storage = "bf16-mixed" if precision == "bf16" else precision
+    site = Site(cluster=job.cluster, model=source["spec"])
+    own, unread = (None, ()) if config is None else read_own(chosen, *_given(config), site)
     tell("building the model")
-    loaded = load_model(**source, precision=storage)
-    advice = advise_model(
-        chosen,
-        loaded.model,
-        loaded.kwargs or loaded.args,
-        cluster=machine,
-        global_batch=source["batch"],
-        precision=storage,
-        optimizer=optimizer,
-        progress=tell,
-    )
-    written = chosen.write(advice.site, advice.best[0].config, advice.best[0].sharding) if advice.best else ()
-    _write(written, out)
+    loaded = load_model(**source, batch=job.global_batch, precision=job.storage)
+    advice = advise_model(chosen, loaded.model, loaded.kwargs or loaded.args, job=job, own=own, progress=tell)
     answer.update(
         framework=chosen.title,
         best=[planned_values(each) for each in advice.best[:top]],
         does_not_fit=[planned_values(each) for each in advice.too_large[:top]],
+        yours=None if advice.own is None else planned_values(advice.own),
         left_out=list(advice.left_out),
-        written={one.name: one.text for one in written},
+        unread=list(unread),
     )
-    return [model_advice_text(advice, source["batch"], written, top)]
+    best = advice.best[0] if advice.best else None
+    written = () if best is None else chosen.write(advice.site, best.config, best.sharding)
+    return [*_unread(unread, config), model_advice_text(advice, written, top)], written
+
+
+def _unread(unread: Sequence[str], config: str | None) -> list[str]:
+    if not unread:
+        return []
+    more = "" if len(unread) <= UNREAD else f" and {len(unread) - UNREAD} more"
+    return [f"not modelled here, whatever it changes: {', '.join(unread[:UNREAD])}{more} of {config}"]
 
 
 def _write(written: "Sequence[ConfigFile]", out: Path | None) -> None:
@@ -214,12 +222,14 @@ def _choice(compared: Any, deadline: float | None, budget: float | None) -> list
         enough = [size for size in compared if size.days is not None and size.days <= deadline]
         least = min(enough, key=lambda size: size.num_devices, default=None)
         text = "no number of these" if least is None else f"{least.num_devices} GPUs, {least.days:,.1f} days,"
-        lines.append(f"in {deadline:g} days: {text} {'is enough' if least is None else 'are the fewest'}")
+        lines.append(f"in {deadline:g} days: {text} {'is enough' if least is None else 'are the fewest of these'}")
     if budget is not None:
         paid = [size for size in compared if size.cost is not None and size.cost <= budget]
         first = min(paid, key=lambda size: size.days, default=None)
         text = (
-            "no number of these" if first is None else f"{first.num_devices} GPUs end first, in {first.days:,.1f} days"
+            "no number of these"
+            if first is None
+            else f"of these {first.num_devices} GPUs end first, in {first.days:,.1f} days"
         )
         lines.append(f"for {budget:,g}: {text}")
     return lines

@@ -14,10 +14,13 @@ from autopar.cost_models.efficiency import nominal_efficiency
 from autopar.cost_models.transformer import num_params
 from autopar.report.tables import columns_of
 from autopar.report.units import seconds_text
+from autopar.values.cluster import Cluster
+
+CLOSE = 0.95
 
 
-def advice_text(advice: Advice, written: Sequence[ConfigFile]) -> RenderableType:
-    """The whole answer. written: the best configuration in the framework's own form."""
+def advice_text(advice: Advice) -> RenderableType:
+    """The whole answer, but for what to paste."""
     job, ranking = advice.job, advice.ranking
     parts: list[RenderableType] = [Text(_headline(job)), Text("")]
     best = ranking.best[0] if ranking.best else None
@@ -26,6 +29,7 @@ def advice_text(advice: Advice, written: Sequence[ConfigFile]) -> RenderableType
     else:
         parts.append(Text(f"{ranking.framework.title}: {_line(best, job)}"))
         parts.append(Text(f"  {_degrees(best)}"))
+        parts += [Text(line) for line in near_limit(best.nbytes, job.cluster)]
     if advice.own is not None:
         unlike = "" if (own := advice.own.config.global_batch) == job.global_batch else f" ({own} samples a step)"
         against = _against(advice.own, best) if advice.own.fits else ", which does not fit"
@@ -42,7 +46,16 @@ def advice_text(advice: Advice, written: Sequence[ConfigFile]) -> RenderableType
     if ranking.too_large:
         parts.append(_misses(ranking.too_large, job))
     parts += [Text(note) for note in _notes(advice)]
-    return Group(*parts, *paste(written))
+    return Group(*parts)
+
+
+def near_limit(nbytes: float, cluster: Cluster) -> list[str]:
+    """A line where the prediction's error may decide whether it fits."""
+    if nbytes < CLOSE * cluster.device.memory_bytes:
+        return []
+    return [
+        f"  within {1 - CLOSE:.0%} of the memory, about what the prediction errs: try it, and keep the next one ready"
+    ]
 
 
 def paste(written: Sequence[ConfigFile]) -> list[RenderableType]:
@@ -96,7 +109,7 @@ def _against(priced: Priced, best: Priced | None) -> str:
         return ""
     # by tokens: a user's own batch may be another
     change = best.time.tokens_per_second / priced.time.tokens_per_second - 1
-    return f" ({change:+.1%} time a token)"
+    return f" ({abs(change):.1%} {'more' if change > 0 else 'less'} time a token)"
 
 
 def _degrees(priced: Priced) -> str:

@@ -8,21 +8,19 @@ from rich.text import Text
 
 from autopar.advice.framework import ConfigFile
 from autopar.advice.planned import ModelAdvice, PlannedConfiguration
-from autopar.report.advice_text import paste
+from autopar.report.advice_text import near_limit
 from autopar.report.tables import columns_of
 from autopar.report.units import seconds_text
 
 
-def model_advice_text(
-    advice: ModelAdvice, global_batch: int, written: Sequence[ConfigFile], most: int
-) -> RenderableType:
-    """The whole answer. written: the best configuration in the framework's own form. most: rows of each table."""
-    cluster = advice.site.cluster
+def model_advice_text(advice: ModelAdvice, written: Sequence[ConfigFile], most: int) -> RenderableType:
+    """The whole answer, but for what to paste. written: that. most: rows of each table."""
+    cluster, global_batch = advice.site.cluster, advice.job.global_batch
     memory = cluster.device.memory_bytes / 1e9
     parts: list[RenderableType] = [
         Text(
             f"{advice.site.model}   {advice.num_params:,} parameters   {cluster.num_devices} {cluster.device.name}   "
-            f"batch {global_batch}   {advice.precision}"
+            f"batch {global_batch}   {advice.job.precision}"
         ),
         Text(""),
     ]
@@ -35,8 +33,19 @@ def model_advice_text(
             )
         )
         parts.append(Text(f"  {_words(best)}"))
+        parts += [Text(line) for line in near_limit(best.nbytes, cluster)]
     else:
         parts.append(Text(f"no data-parallel configuration of {advice.framework.title} fits"))
+    if (own := advice.own) is not None:
+        fits = "" if own.fits else ", which does not fit"
+        samples = own.config.global_batch
+        parts.append(
+            Text(
+                f"yours: {seconds_text(own.seconds)} a step of {samples} samples, {samples / own.seconds:,.0f} "
+                f"samples/s, {own.nbytes / 1e9:.1f} of {memory:.0f} GB a device{fits}"
+            )
+        )
+        parts.append(Text(f"  {_words(own)}"))
     for title, rows in (("that fit", advice.best), (f"that do not fit in {memory:.0f} GB", advice.too_large)):
         if rows:
             table = columns_of(f"configurations {title}", "configuration", "step", "GB a device", folded=1)
@@ -54,7 +63,7 @@ def model_advice_text(
     if not advice.has_switch and any("gradient_checkpointing" in one.text for one in written):
         parts.append(Text(f"{advice.site.model} has no gradient_checkpointing_enable(); what is pasted calls it"))
     parts.append(Text("each is priced as a plan; without these limits: autopar plan MODEL --cluster C --mesh auto"))
-    return Group(*parts, *paste(written))
+    return Group(*parts)
 
 
 def planned_values(row: PlannedConfiguration) -> dict[str, Any]:

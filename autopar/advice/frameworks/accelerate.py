@@ -12,12 +12,20 @@ from autopar.advice.frameworks.fsdp2 import (
     FSDP,
     HUGGING_FACE,
     POLICIES,
+    SDPA,
     SWITCH,
     policy_fields,
 )
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.errors import ArgumentError
 
+NEUTRAL = (
+    "compute_environment", "debug", "num_machines", "num_processes", "machine_rank", "main_training_function",
+    "rdzv_backend", "same_network", "use_cpu", "downcast_bf16", "enable_cpu_affinity", "fsdp_config.fsdp_version",
+    "fsdp_config.fsdp_auto_wrap_policy", "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_config.fsdp_state_dict_type", "fsdp_config.fsdp_cpu_ram_efficient_loading",
+)  # fmt: skip
+"""Keys of the file that say where and how it is started, and what is wrapped, not what a step takes."""
 KINDS = {kind: kind for kind in ("FSDP", "MULTI_GPU", "DEEPSPEED")} | {"NO": "MULTI_GPU"}
 PRECISIONS = {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16"}  # YAML reads a bare no as false
 
@@ -66,6 +74,8 @@ def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[Confi
         f"accelerator = Accelerator(gradient_accumulation_steps={config.num_microbatches})"
         f"  # global batch {config.global_batch}\n"
     )
+    if config.cp > 1:
+        loop += SDPA
     if config.recompute == "full" and not config.zero:
         loop += SWITCH
     return (
@@ -89,6 +99,7 @@ def read(keys: Keys, site: Site) -> Fields:
     if sizes["dp_replicate"] is not None:
         found["replicate"] = sizes["dp_replicate"]
     tp, cp = sizes["tp"] or 1, sizes["cp"] or 1
+    keys.ignored(*NEUTRAL)
     offload = keys.truth("fsdp_config.fsdp_offload_params")
     recompute = keys.truth("fsdp_config.fsdp_activation_checkpointing")
     return found | {

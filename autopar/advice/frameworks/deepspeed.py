@@ -11,6 +11,8 @@ from autopar.advice.frameworks.fsdp2 import EAGER, EAGER_SOURCE, SWITCH
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.errors import BatchError
 
+OPTIMIZERS: dict[str, int | None] = {"Adam": 2, "AdamW": 2, "FusedAdam": 2, "CPUAdam": 2, "DeepSpeedCPUAdam": 2}
+"""Floats a parameter that an optimizer keeps."""
 HOST = {"none": False, "cpu": True}
 
 
@@ -62,16 +64,16 @@ def read(keys: Keys, site: Site) -> Fields:
     states, params = (
         keys.choice(f"zero_optimization.offload_{part}.device", HOST, False) for part in ("optimizer", "param")
     )
-    precisions = [name for name in ("bf16", "fp16") if keys.truth(f"{name}.enabled")]
+    kept = keys.choice("optimizer.type", OPTIMIZERS, None)
     return {
         "offload": "all" if params else "optimizer" if states else "none",
         "tp": tp,
         "dp": dp,
-        "zero": keys.whole("zero_optimization.stage") or 0,
+        "zero": keys.whole("zero_optimization.stage", 0) or 0,
         "micro_batch": size,
         "global_batch": batch,
-        "precision": precisions[0] if precisions else "fp32",
-    }
+        "precision": keys.precision("bf16.enabled", "fp16.enabled"),
+    } | ({} if kept is None else {"optimizer_states": kept})
 
 
 DEEPSPEED = Framework(

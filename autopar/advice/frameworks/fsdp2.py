@@ -30,6 +30,9 @@ HUGGING_FACE = FrameworkSpace(
 SWITCH = "model.gradient_checkpointing_enable()\n"
 """How a model of transformers is told to recompute."""
 
+SDPA = '# context parallel ranks need a model with attn_implementation="sdpa"\n'
+"""Context parallel ranks of torch exchange keys inside scaled_dot_product_attention."""
+
 POLICIES = {
     "true": FSDP, "full_shard": FSDP, "1": FSDP,
     "false": KEPT, "shard_grad_op": KEPT, "2": KEPT,

@@ -59,9 +59,7 @@ def read(keys: Keys, site: Site) -> Fields:
     layers, chunks = keys.whole(VIRTUAL), keys.whole("num-virtual-stages-per-pipeline-rank")
     if pp > 1:
         found["virtual_stages"] = chunks or (max(site.layers // pp // layers, 1) if layers else 1)
-    precisions = [name for name in ("fp16", "bf16") if keys.truth(name)]
-    if keys.value("fp8-format") is not None:
-        precisions = ["fp8"]
+    precision = keys.precision("bf16", "fp16")
     return found | {
         "dp": site.data_ranks(tp, pp, cp),
         "sequence_parallel": keys.truth("sequence-parallel"),
@@ -69,7 +67,7 @@ def read(keys: Keys, site: Site) -> Fields:
         "overlap_data": keys.truth("overlap-grad-reduce"),
         "overlap_tensor": "all" if keys.truth("tp-comm-overlap") else "backward",
         "recompute": keys.choice("recompute-granularity", GRANULARITY, "selective" if selective else "none"),
-        "precision": precisions[0] if precisions else "fp32",
+        "precision": precision if keys.value("fp8-format") is None else "fp8",
     }
 
 

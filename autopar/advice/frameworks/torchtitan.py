@@ -64,14 +64,14 @@ def read(keys: Keys, site: Site) -> Fields:
     found: dict[str, object] = {field: n for key, field in DEGREES.items() if (n := keys.whole(key)) is not None}
     tp, pp, cp = (keys.whole(f"parallelism.{axis}_parallel_degree") or 1 for axis in ("tensor", "pipeline", "context"))
     replicate = keys.whole("parallelism.data_parallel_replicate_degree") or 1
-    sharded = keys.whole("parallelism.data_parallel_shard_degree")
+    sharded = keys.whole("parallelism.data_parallel_shard_degree", -1)
     dp = site.data_ranks(tp, pp, cp) if sharded in (None, -1) else (sharded or 1) * replicate
     found |= {"dp": dp, "zero": 3, "replicate": replicate, "sequence_parallel": tp > 1}
     if dp == replicate > 1 and cp == 1:
         found |= {"zero": 0, "replicate": 1}
     found["keep_gathered"] = keys.choice("parallelism.fsdp_reshard_after_forward", RESHARD, False)
     local = keys.whole("training.local_batch_size") or keys.whole("training.batch_size") or 8
-    given = keys.whole("training.global_batch_size")
+    given = keys.whole("training.global_batch_size", -1)
     found["global_batch"] = given if given and given > 0 else local * dp
     size = keys.whole("parallelism.pipeline_parallel_microbatch_size") or 1
     schedule, chunks = keys.choice("parallelism.pipeline_parallel_schedule", STAGED, ("1f1b", 1))

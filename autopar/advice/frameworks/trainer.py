@@ -7,9 +7,14 @@ import json
 
 from autopar.advice.config_file import Keys
 from autopar.advice.framework import ConfigFile, Fields, Framework, Sharding, Site
-from autopar.advice.frameworks.fsdp2 import DDP, EAGER, EAGER_SOURCE, FSDP, HUGGING_FACE, POLICIES, policy_fields
+from autopar.advice.frameworks.fsdp2 import DDP, EAGER, EAGER_SOURCE, FSDP, HUGGING_FACE, POLICIES, SDPA, policy_fields
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.errors import ArgumentError
+
+OPTIMIZERS: dict[str, int | None] = {
+    "adamw_torch": 2, "adamw_torch_fused": 2, "lion_32bit": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0,
+}  # fmt: skip
+"""Floats a parameter that torch's optimizers keep as the Trainer makes them."""
 
 
 def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[ConfigFile, ...]:
@@ -36,6 +41,8 @@ def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[Confi
         "from transformers import HfArgumentParser, TrainingArguments\n\n(args,) = HfArgumentParser(TrainingArguments)"
     )
     code += '.parse_json_file("training_arguments.json")\n'
+    if config.cp > 1:
+        code += SDPA
     if config.tp * config.cp * config.replicate > 1:
         sizes = {
             "dp_replicate_size": config.replicate,
@@ -54,7 +61,10 @@ def write(site: Site, config: TrainingConfig, sharding: Sharding) -> tuple[Confi
         ConfigFile(name="script.py", text=code, language="python"),
         ConfigFile(
             name="start.sh",
-            text=f"torchrun --nnodes {site.nodes} --nproc-per-node {site.devices_per_node} train.py\n",
+            text=(
+                "# train.py: your script, with the lines of script.py\n"
+                f"torchrun --nnodes {site.nodes} --nproc-per-node {site.devices_per_node} train.py\n"
+            ),
             language="bash",
         ),
     )
@@ -78,17 +88,22 @@ def read(keys: Keys, site: Site) -> Fields:
     parts = keys.whole("gradient_accumulation_steps") or 1
     recompute = [keys.truth(key) for key in ("gradient_checkpointing", "fsdp_config.activation_checkpointing")]
     offload = keys.truth("fsdp_config.cpu_offload") or "offload" in options
-    precisions = [name for name in ("bf16", "fp16") if keys.truth(name)]
-    return found | {
-        "tp": tp,
-        "cp": cp,
-        "dp": dp,
-        "micro_batch": size,
-        "global_batch": size * dp * parts,
-        "offload": "all" if offload else "none",
-        "recompute": "full" if any(recompute) else "none",
-        "precision": precisions[0] if precisions else "fp32",
-    }
+    keys.ignored("output_dir", "fsdp_config.version", "fsdp_config.transformer_layer_cls_to_wrap")
+    states = keys.choice("optim", OPTIMIZERS, None)
+    return (
+        found
+        | {
+            "tp": tp,
+            "cp": cp,
+            "dp": dp,
+            "micro_batch": size,
+            "global_batch": size * dp * parts,
+            "offload": "all" if offload else "none",
+            "recompute": "full" if any(recompute) else "none",
+            "precision": keys.precision("bf16", "fp16"),
+        }
+        | ({} if states is None else {"optimizer_states": states})
+    )
 
 
 def _options(keys: Keys) -> list[str]:
