@@ -188,7 +188,7 @@ def test_which_rank_runs_which_stage() -> None:
         ("zbv", 4, 4, "two stages a rank, 8; got 4"),
         ("interleaved-1f1b", 2, 2, "a multiple of 2 from 4; got 2"),
         ("interleaved-1f1b", 2, 5, "a multiple of 2 from 4; got 5"),
-        ("pipedream", 2, 2, "unknown; choose one of gpipe"),
+        ("pipedream", 2, 2, "unknown schedule 'pipedream'; choose one of gpipe"),
     ],
 )
 def test_stages_that_do_not_fit_the_schedule_are_refused(
