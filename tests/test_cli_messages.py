@@ -41,6 +41,36 @@ def test_a_plan_and_its_model_move_together(
     assert code == 2 and f"there is no {moved / 'net.py'} and no {tmp_path.parent / 'net.py'}; move" in err
 
 
+CASTING = """
+import torch
+from torch import nn
+
+class Casting(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).float().square().mean()
+
+def casting(batch=8, width=16):
+    return Casting(width, width), {"x": torch.randn(batch, width)}
+"""
+
+
+def test_a_plan_whose_graph_another_precision_casts_names_its_own(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """verify compares in fp64 unless told otherwise; planning again would give the same plan. Of another model it is
+    not the precision that does not fit."""
+    (tmp_path / "net.py").write_text(CASTING)
+    model, saved = f"{tmp_path / 'net.py'}:casting", tmp_path / "plan.json"
+    planned = run(capsys, "plan", model, *PLAN, "--precision", "bf16-mixed", "--no-check", "--out", saved, "--json")
+    assert planned[0] == 0, planned
+    code, _, err = run(capsys, "verify", model, "--plan", saved)
+    assert code == 2 and "the plan was made in bf16-mixed; in fp64" in err, err
+    assert err.endswith("give --precision bf16-mixed\n") and "plan again" not in err
+    (tmp_path / "net.py").write_text(CASTING.replace(".square()", ".exp()"))
+    code, _, err = run(capsys, "verify", model, "--plan", saved)
+    assert code == 2 and "plan again" in err and "--precision" not in err
+
+
 def test_a_fault_is_one_message_and_debug_the_traceback(
     capsys: pytest.CaptureFixture[str], net: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,11 @@ from autopar.api.captures import captured_model, values_of
 from autopar.api.checked import run_before
 from autopar.api.model_plan import ModelPlan, load_plan
 from autopar.api.pinning import asked_pipelines
+from autopar.cli.repoint import repointed
 from autopar.errors import ArgumentError, FidelityError, InfeasibleError, MeshError, PlanMismatchError
-from autopar.lower.legality import check_legal
-from autopar.lower.program import make_program
-from autopar.models import load_model
+from autopar.models import LoadedModel, load_model
 from autopar.oracle import Subject, Tolerance, TrainedStep, check_module
 from autopar.passes.promote_casts import promote_casts, promoted_eager
-from autopar.passes.split_stages import split_stages
 from autopar.report.units import nbytes_text
 from autopar.search.known.named_configuration import configured, parse_configuration
 from autopar.search.known.staged_baselines import make_configuration
@@ -33,11 +31,9 @@ from autopar.values.graph import CapturedModel
 from autopar.values.inputs import bind_inputs
 from autopar.values.mesh import Mesh, parse_mesh
 from autopar.values.pins import NO_PINS, Pins
-from autopar.values.placement import REPLICATE, Layout
 from autopar.values.plan import Plan, one_stage
 from autopar.values.precision import PRECISIONS, computed_copy
 from autopar.values.schedules import parse_pipeline
-from autopar.values.stage_plan import StagePlan
 from autopar.values.train_config import TrainConfig
 from autopar.verification import DEVICES, PEAK_TOLERANCE, TOLERANCES, PlanCheck, draws, verify_plans
 
@@ -87,14 +83,7 @@ def run(request: VerifyRequest, console: Console, tell: Callable[[str], None]) -
     mesh = _mesh(request, saved)
     request = request if saved is None else _as_planned(request, saved)
     tell("building the model")
-    loaded = load_model(
-        request.spec,
-        batch=request.batch,
-        seq=request.seq,
-        precision=request.precision,
-        overrides=request.overrides,
-        device="cpu",
-    )
+    loaded = _loaded(request, request.precision)
     if loaded.assumed:
         console.print(f"assumed: {', '.join(loaded.assumed)}", soft_wrap=True)
     call = Call(args=loaded.args, kwargs=loaded.kwargs)
@@ -166,6 +155,17 @@ def module_steps_checked(subject: Subject, precision: str, console: Console) -> 
     return checked.steps, is_exact
 
 
+def _loaded(request: VerifyRequest, precision: str) -> LoadedModel:
+    return load_model(
+        request.spec,
+        batch=request.batch,
+        seq=request.seq,
+        precision=precision,
+        overrides=request.overrides,
+        device="cpu",
+    )
+
+
 def _captured(request: VerifyRequest, model: nn.Module, call: Call, microbatches: int) -> CapturedModel:
     captured, _ = captured_model(model, call, request.precision, microbatches=microbatches)
     return promote_casts(captured) if request.precision == "fp64" else captured
@@ -235,7 +235,8 @@ def _plans(
 
     config = TrainConfig(precision=request.precision, pins=request.pins)
     if saved is not None:
-        yield "plan", _repointed(saved.bind(model), captured)
+        own = saved.config.precision
+        yield "plan", repointed(saved, captured, model, request.precision, lambda: _loaded(request, own).model)
     for name in request.baselines:
         try:
             machine = _machine(name, mesh)
@@ -271,24 +272,6 @@ def _random(request: VerifyRequest, captured: CapturedModel, mesh: Mesh, rng: ra
         return one_stage(random_plan(captured, mesh, rng))
     schedule, pipeline, num_stages = parse_pipeline(request.pipeline)
     return random_staged_plan(captured, mesh, schedule, pipeline, random_cuts(captured, num_stages, rng), rng)
-
-
-def _repointed(plan: Plan, captured: CapturedModel) -> Plan:
-    """The same choices for the graph in the precision of the comparison, whose nodes have the same names but for
-    constants: a cast may be one in one precision and none in the other. Constants are whole on every rank.
-
-    Raises:
-        PlanMismatchError: if the graph differs in more than that.
-    """
-    plain = Plan(**{f.name: getattr(plan, f.name) for f in fields(Plan)})
-    whole = Layout((REPLICATE,) * plan.mesh.num_axes)
-    stages = list[StagePlan]()
-    for stage, part in zip(plan.stages, split_stages(captured, plan.cuts), strict=True):
-        held = {name: layout for name, layout in stage.layouts.items() if name in part.nodes}
-        layouts = dict.fromkeys(part.constants, whole) | held
-        stages.append(replace(stage, fingerprint=part.fingerprint, layouts=layouts))
-        check_legal(make_program(part), stages[-1])
-    return replace(plain, fingerprint=captured.fingerprint, stages=tuple(stages))
 
 
 NOT_CHECKED = (
