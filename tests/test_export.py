@@ -180,7 +180,7 @@ def test_names_are_data_in_exported_code(names: tuple[str, ...]) -> None:
     )
     ours = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     assert {name for name in called_names(source) if name not in ours} <= {*calls, "block", "range", "enumerate"}
-    ast.parse(training_script(odd, replace(one_stage(plan), model=odd.name), ("model",)))
+    ast.parse(training_script(odd, replace(one_stage(plan), model=odd.name), ("model",), {}))
 
 
 def called_names(source: str) -> list[str]:

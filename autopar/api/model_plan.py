@@ -152,7 +152,8 @@ class ModelPlan(Plan):
         """
         from autopar.export.folder import export_folder
 
-        export_folder(Path(folder), self.graph, self.locals, self, self.values)
+        examples = self.call.tensors() if self.call is not None else {}
+        export_folder(Path(folder), self.graph, self.locals, self, self.values, examples)
 
     def explain(
         self,

@@ -65,7 +65,8 @@ def write_plan(made: Any, out: Path) -> None:
 
 
 def with_values(made: Any, source: dict[str, Any]) -> Any:
-    """The plan with buffers' values, for an export: the model is built again, with memory this time."""
+    """The plan with values of buffers and inputs, for an export: the model is built again, with memory this time."""
     if all(not value.is_meta for value in made.values.values()):
         return made
-    return made.bind(load_model(**source, device="cpu").model)
+    loaded = load_model(**source, device="cpu")
+    return replace(made.bind(loaded.model), call=replace(made.call, args=loaded.args, kwargs=loaded.kwargs))

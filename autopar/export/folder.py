@@ -6,6 +6,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ def export_folder(
     locals_: Sequence[LocalModel],
     plan: Plan,
     values: Mapping[str, Tensor],
+    examples: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
     """Write the folder; other files in it are left alone.
 
@@ -36,6 +38,7 @@ def export_folder(
         captured: the whole model.
         locals_: what the ranks of each stage run.
         values: parameters and buffers by placeholder; buffers on the meta device have to come from a checkpoint later.
+        examples: inputs that the model was planned with, by path; train.py draws such as these.
 
     Raises:
         ArgumentError: if the folder cannot be written.
@@ -51,7 +54,7 @@ def export_folder(
     files = {"plan.json": plan.to_json(), SPECS: specs_text(body)}
     names = file_names(plan)
     files |= {f"{name}.py": generate(local) for name, local in zip(names, locals_, strict=True)}
-    files["train.py"] = training_script(captured, plan, names)
+    files["train.py"] = training_script(captured, plan, names, examples)
     write_folder(folder, files, state)
 
 

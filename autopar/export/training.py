@@ -1,11 +1,12 @@
 """The exported train.py: a plain loop with synthetic data, for its reader to change."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
 
 from autopar.export.naming import in_words, quoted
+from autopar.export.synthetic import synthetic
 from autopar.values.graph import CapturedModel, operands
 from autopar.values.plan import Plan
 from autopar.values.train_config import FUSED
@@ -102,10 +103,16 @@ SLICES = """; each rank takes its slices.
     """
 
 
-def training_script(captured: CapturedModel, plan: Plan, names: Sequence[str]) -> str:
-    """The source of train.py; names: of the files of code, a stage each."""
+def training_script(
+    captured: CapturedModel, plan: Plan, names: Sequence[str], examples: Mapping[str, torch.Tensor]
+) -> str:
+    """The source of train.py.
+
+    names: of the files of code, a stage each.
+    examples: inputs that the model was planned with, by path, which the synthetic data are like.
+    """
     is_whole = plan.num_stages == 1
-    batch, call = _step(captured, always_in_parts=not is_whole)
+    batch, call = _step(captured, examples, always_in_parts=not is_whole)
     return TEMPLATE.format(
         model=in_words(plan.model),
         mesh=in_words(plan.arrangement) + ("" if is_whole else f", schedule {plan.schedule}"),
@@ -120,12 +127,17 @@ def training_script(captured: CapturedModel, plan: Plan, names: Sequence[str]) -
     )
 
 
-def _step(captured: CapturedModel, *, always_in_parts: bool) -> tuple[str, str]:
+def _step(captured: CapturedModel, examples: Mapping[str, torch.Tensor], *, always_in_parts: bool) -> tuple[str, str]:
     """Sources of a global batch, and of the loss of a step on it with the backward pass."""
     limits = index_limits(captured)
     paths = [spec.path for spec in captured.inputs]
     values = [
-        _synthetic(_whole(spec.shape, captured.microbatches), spec.dtype, limits.get(spec.placeholder))
+        synthetic(
+            _whole(spec.shape, captured.microbatches),
+            spec.dtype,
+            limits.get(spec.placeholder),
+            examples.get(spec.path),
+        )
         for spec in captured.inputs
     ]
     space = "\n" + " " * 12
@@ -150,15 +162,6 @@ def _step(captured: CapturedModel, *, always_in_parts: bool) -> tuple[str, str]:
 def _whole(shape: tuple[int, ...], microbatches: int) -> tuple[int, ...]:
     """The shape of an input of all micro-batches."""
     return (shape[0] * microbatches, *shape[1:]) if shape else shape
-
-
-def _synthetic(shape: tuple[int, ...], dtype: torch.dtype, limit: int | None) -> str:
-    """Source of a random tensor; integers stay below `limit`."""
-    if dtype.is_floating_point:
-        return f"torch.randn({shape}, dtype={dtype}, generator=generator)"
-    if dtype == torch.bool:
-        return f"torch.ones({shape}, dtype=torch.bool)"
-    return f"torch.randint({limit or 2}, {shape}, dtype={dtype}, generator=generator)"
 
 
 def index_limits(captured: CapturedModel) -> dict[str, int]:
