@@ -309,7 +309,10 @@ def _check_parts(name: str, program: Program, parts: int) -> None:
     """The last axis must divide what the kind splits."""
     attention = [op for op in program.ops if _is_attention(op)]
     if not attention:
-        raise InfeasibleError(f"{name} does not apply: the model has no attention whose heads could be split")
+        raise InfeasibleError(
+            f"{name} does not apply: it splits heads, and no call of scaled_dot_product_attention was found; write "
+            "attention as that"
+        )
     for op in attention:
         heads = op.rule.factors["heads"].size
         if heads % parts:
