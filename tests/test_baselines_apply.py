@@ -123,3 +123,19 @@ def test_what_is_refused_is_so_for_the_batch(
     for name in ("ddp", "fsdp"):
         with pytest.raises(InfeasibleError, match=f"{name} does not apply: .*{said}"):
             make_baseline(name, captured, load_cluster(f"{ranks}xcpu"), make_mesh((ranks,)), TrainConfig())
+
+
+class Spelled(nn.Linear):
+    """Attention of several heads, as products and a softmax."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = super().forward(x).unflatten(-1, (2, 2)).transpose(1, 2)
+        return ((heads @ heads.transpose(-1, -2)).softmax(-1) @ heads).square().mean()
+
+
+def test_attention_that_is_not_recognized_is_said_to_be_so() -> None:
+    """Of a model with heads it would be untrue that none could be split."""
+    captured = capture(Spelled(4, 4), (torch.randn(4, 3, 4),), {})
+    for name in ("megatron", "ulysses"):
+        with pytest.raises(InfeasibleError, match="no call of scaled_dot_product_attention was found"):
+            make_baseline(name, captured, load_cluster("2xcpu"), make_mesh((2,)), TrainConfig())

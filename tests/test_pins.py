@@ -151,6 +151,12 @@ def test_baselines_are_those_within_the_pins() -> None:
     assert broken(plan, program_of("llama")) == []
 
 
+def test_a_baseline_whose_technique_is_forbidden_says_that() -> None:
+    plan = planned({"forbid": ["fsdp"]}, with_baselines=True)
+    assert plan.estimate.baselines["fsdp"] == "fsdp is not within the pins: 'forbid: fsdp' forbids it"
+    assert isinstance(plan.estimate.baselines["ddp"], float)
+
+
 @pytest.mark.parametrize(
     ("name", "pins", "blocks"),
     [

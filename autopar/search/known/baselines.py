@@ -108,6 +108,10 @@ def _solved(
     except InfeasibleError as error:
         if not pricer.config.pins:
             raise
+        if forbidden := [name for name in configuration.techniques if name in pricer.config.pins.forbid]:
+            raise ImpossiblePinError(
+                f"{configuration} is not within the pins: 'forbid: {forbidden[0]}' forbids it"
+            ) from error
         raise ImpossiblePinError(f"{configuration} is not within the pins: {error}") from error
     solution = solve(problem.graph, relative_gap=GAP)
     plan = extract(problem, solution, pricer.cluster, pricer.config, str(configuration))

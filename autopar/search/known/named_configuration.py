@@ -39,6 +39,13 @@ COMMON = ("pp", "virtual_stages", "schedule", "micro_batch", "zero", "recompute"
 RECOMPUTE = ("none", "selective", "full")
 ZERO = {"ddp": 0, "fsdp": 3, "megatron": 0, "ulysses": 3}
 """The ZeRO stage of each kind, unless another is asked for."""
+TECHNIQUE = {
+    "ddp": "data parallel",
+    "fsdp": "data parallel",
+    "megatron": "tensor parallel",
+    "ulysses": "sequence parallel",
+}
+"""What each kind is, as pins forbid it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +82,12 @@ class NamedConfiguration:
     @property
     def zero_stage(self) -> int:
         return ZERO[self.kind] if self.zero is None else self.zero
+
+    @property
+    def techniques(self) -> tuple[str, ...]:
+        """What it cannot be without, in the words of pins."""
+        gathered = ("fsdp",) if self.zero_stage == 3 else ()
+        return (TECHNIQUE[self.kind], *gathered, *(("recompute",) if self.recompute != "none" else ()))
 
     @property
     def pipeline_schedule(self) -> str:
