@@ -58,6 +58,33 @@ def test_how_parameters_are_stored_is_said() -> None:
     assert "whole on every rank" in str(planned("gpt2", baseline="ddp"))
 
 
+class Masking(nn.Module):
+    """A buffer of who sees whom, cut to the sequence on every rank, meets the batch's own mask."""
+
+    causal: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("causal", torch.ones(32, 32, dtype=torch.bool).tril())
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        seen = self.causal[:8, :8][None] & mask[:, None, :].bool()
+        x = self.layer(x)
+        return ((x @ x.transpose(-1, -2)).masked_fill(~seen, -1e9).softmax(-1) @ x).square().mean()
+
+
+def test_a_line_says_how_the_call_is_split_whose_placements_it_shows() -> None:
+    inputs = {"x": torch.randn(8, 8, 16), "mask": torch.ones(8, 8, dtype=torch.long)}
+    plan = autopar.plan(Masking(), inputs, cluster="2xcpu", mesh="2", baseline="ddp", with_baselines=False)
+    text = str(plan)
+    [line] = [line for line in text.splitlines() if line.strip().startswith("and")]
+    assert "split by batch" in line and "S0" in line, text
+    words = choice_words(plan.graph, plan.mesh)
+    lines = [row for part in plan_sections(plan.locals[0], words) for row in part.rows if row.kind == "op"]
+    assert not [row for row in lines if row.how.startswith("whole") and "S" in row.layout], text
+
+
 def test_a_parameter_without_dims_is_a_scalar_and_what_was_chosen_is_said() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:

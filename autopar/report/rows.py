@@ -122,9 +122,9 @@ def _rows(nodes: Sequence[fx.Node], block: str, local: LocalModel, words: Words)
         heavy = not is_light(node) or bool(read)
         last = rows[-1] if rows and rows[-1].kind == "op" else None
         if last is not None and _joins(last, node, module, layout, heavy, major, owners):
-            if heavy and not major:
-                last.how = how
-            last.layout = layout if last.name == module or heavy else last.layout
+            if last.name == module or heavy:  # a line says of one call how it is split and what it leaves
+                last.how = last.how if major else how
+                last.layout = layout
             last.ops.append(short_name(node))
         else:
             rows.append(PlanRow(kind="op", name=module, how=how, layout=layout, ops=[short_name(node)]))
