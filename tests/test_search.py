@@ -203,7 +203,7 @@ def test_the_planner_says_what_would_do() -> None:
 
 
 def test_a_baseline_that_does_not_apply_says_why() -> None:
-    with pytest.raises(InfeasibleError, match="no attention"):
+    with pytest.raises(InfeasibleError, match="no call of scaled_dot_product_attention was found"):
         baseline_plan("ulysses", program_of("resnet"), pricer_of((4,)), LIMIT)
 
 
