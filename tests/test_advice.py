@@ -293,6 +293,8 @@ def test_any_model_is_advised_by_its_plans(tmp_path, capsys: pytest.CaptureFixtu
         (["--for", "megatron"], "transformers that it has itself"),
         (["--for", "trainer", "--gpus", "8"], "--gpus is for transformers"),
         (["--for", "trainer", "--config", "tp=2"], "your configuration has tensor"),
+        (["--for", "fsdp", "--config", "dp=4,zero=3"], "is for 4 devices, the cluster has 2"),
+        (["--for", "fsdp", "--config", "optimizer_states=5"], "has optimizer_states 5"),
         (["--for", "trainer", "--deadline", "3"], "--deadline needs --gpus and --tokens"),
     ):
         code, out = run(capsys, *given, *more)

@@ -203,8 +203,8 @@ def test_peak_memory_is_the_predicted(name: str, microbatches: int) -> None:
 def test_a_plan_counts_stored_bytes() -> None:
     """Parameters, gradients and AdamW's two states are float32; what is proved is below what is found."""
     model, inputs = squares()
-    options = {"cluster": "2xcpu", "mesh": "2", "with_baselines": False}
-    plan = autopar.plan(model, inputs, precision="bf16-mixed", **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"cluster": "2xcpu", "mesh": "2", "with_baselines": False}
+    plan = autopar.plan(model, inputs, precision="bf16-mixed", **options)
     captured = plan.captured
     assert captured is not None
     assert {(p.dtype, p.storage) for p in captured.parameters} == {(torch.bfloat16, torch.float32)}
@@ -215,10 +215,10 @@ def test_a_plan_counts_stored_bytes() -> None:
     estimate = evaluate(stage, captured, machine(2))
     assert (estimate.memory["parameters"], estimate.memory["optimizer"]) == (4 * numel, 8 * numel)
     assert 0 < plan.estimate.bound <= plan.estimate.step_seconds
-    narrow = autopar.plan(model, inputs, precision="bf16", **options)  # type: ignore[arg-type]
+    narrow = autopar.plan(model, inputs, precision="bf16", **options)
     with pytest.raises(PlanMismatchError, match="or precision"):
         narrow.check(captured)
-    quick = autopar.plan(model, inputs, precision="bf16-mixed", solver="double-recursive", **options)  # type: ignore[arg-type]
+    quick = autopar.plan(model, inputs, precision="bf16-mixed", solver="double-recursive", **options)
     assert quick.estimate.step_seconds >= plan.estimate.bound
 
 

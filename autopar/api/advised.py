@@ -18,7 +18,7 @@ from autopar.advice.planned import ModelAdvice, ModelJob, PlannedConfiguration
 from autopar.api.model_plan import ModelPlan
 from autopar.api.planning import plan
 from autopar.cost_models.training_config import TrainingConfig
-from autopar.errors import ArgumentError, BatchError, InfeasibleError
+from autopar.errors import ArgumentError, BatchError, InfeasibleError, MeshError
 from autopar.values.cluster import Cluster
 from autopar.values.divisors import divisors
 from autopar.values.train_config import NUM_STATES
@@ -96,7 +96,7 @@ def advise_model(
     if own is not None:
         config = framework.config(**{**asked, **own})
         sharding = framework.sharding_of(config)
-        _check_planned(config, sharding)
+        _check_planned(config, sharding, devices)
         mine = priced(config, sharding)
     best: list[PlannedConfiguration] = []
     too_large: list[PlannedConfiguration] = []
@@ -128,12 +128,18 @@ def advise_model(
     )
 
 
-def _check_planned(config: TrainingConfig, sharding: Sharding) -> None:
-    """Raises ArgumentError if no plan prices a user's configuration of a model of any kind."""
+def _check_planned(config: TrainingConfig, sharding: Sharding, devices: int) -> None:
+    """Raises if no plan prices a user's configuration of a model of any kind.
+
+    Raises:
+        ArgumentError: naming what is not priced.
+        MeshError: if it is for another number of devices.
+    """
     for what, is_so in (
         ("tensor, context, expert or pipeline ranks", config.tp * config.cp * config.ep * config.pp > 1),
         (f"offload {config.offload}", config.offload != "none"),
         (f"precision {config.precision}", config.precision not in ("bf16", "fp32")),
+        (f"optimizer_states {config.optimizer_states}", config.optimizer_states not in NUM_STATES.values()),
         (sharding.name, _recipe(sharding) is None),
     ):
         if is_so:
@@ -141,6 +147,8 @@ def _check_planned(config: TrainingConfig, sharding: Sharding) -> None:
                 f"your configuration has {what}, which is priced for transformers with formulas only; for a model of "
                 "any kind autopar plan --baseline prices tensor ranks and stages"
             )
+    if config.num_devices != devices:
+        raise MeshError(f"your configuration is for {config.num_devices} devices, the cluster has {devices}")
 
 
 def equal_layers(model: nn.Module) -> tuple[tuple[str, ...], str]:

@@ -1,7 +1,9 @@
 """Plain torch: `fully_shard`, `parallelize_module` and `checkpoint` around an unmodified model (FSDP2)."""
 
-from autopar.advice.framework import ConfigFile, Framework, FrameworkSpace, Sharding, Site
-from autopar.advice.frameworks.fsdp2 import DDP, EAGER, EAGER_SOURCE, FSDP, HYBRID, KEPT
+from dataclasses import replace
+
+from autopar.advice.framework import ConfigFile, Framework, Sharding, Site
+from autopar.advice.frameworks.fsdp2 import EAGER, EAGER_SOURCE, HUGGING_FACE
 from autopar.cost_models.training_config import TrainingConfig
 
 HEAD = """import torch
@@ -95,12 +97,7 @@ PLAIN = Framework(
     title="torch's fully_shard and parallelize_module",
     habits=EAGER,
     sources=EAGER_SOURCE,
-    space=FrameworkSpace(
-        shardings=(FSDP, KEPT, HYBRID, DDP),
-        recompute=("none", "full"),
-        offload=("none", "all"),
-        tensor_needs_llama=True,
-    ),
+    space=replace(HUGGING_FACE, context=False),
     write=write,
     read=None,
 )
